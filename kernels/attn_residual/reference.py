@@ -1,0 +1,20 @@
+"""Attention residuals in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def attn_residual_reference(
+    rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.attn_residual.attn_residual`."""
+    if rows.shape[0] == 1:  # a softmax over one row
+        mixed = rows[0].float()
+    else:
+        values = rows.float()  # [R, N, D]
+        inverse_rms = torch.rsqrt(values.square().mean(-1) + eps)
+        weights = torch.softmax((values @ query) * inverse_rms, dim=0)  # [R, N]
+        mixed = (weights.unsqueeze(-1) * values).sum(0)
+    return F.rms_norm(mixed, norm_weight.shape, norm_weight.float(), eps).to(rows.dtype)

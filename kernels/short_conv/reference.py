@@ -1,0 +1,21 @@
+"""Short convolutions in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def short_conv_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    windows: torch.Tensor,
+    slots: torch.Tensor,
+    taps: torch.Tensor,
+    tails: torch.Tensor,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.short_conv.short_conv`."""
+    history = torch.cat([windows[slots].flatten(0, 1), x.to(windows.dtype)])
+    windows[slots] = history[tails]
+    inputs = history.to(x.dtype)[taps].float()  # [N, W, C]
+    return F.silu((inputs * weight.t()).sum(1)).to(x.dtype)
