@@ -67,7 +67,7 @@ def kda_prefill(
     Raises:
         ShapeError: the shapes disagree.
     """
-    _check("kda_prefill", q, k, v, g, beta, state)
+    _check("kda_prefill", q, k, v, g, beta, state.shape)
     return kda_chunk_reference(q, k, v, g, beta, state)
 
 
@@ -80,7 +80,7 @@ def kda_recurrent(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as :func:`kda_prefill` token by token; right for any decay."""
-    _check("kda_recurrent", q, k, v, g, beta, state)
+    _check("kda_recurrent", q, k, v, g, beta, state.shape)
     return kda_recurrent_reference(q, k, v, g, beta, state)
 
 
@@ -108,7 +108,8 @@ def kda_decode(
     Raises:
         ShapeError: the shapes disagree.
     """
-    _check("kda_decode", *(x.unsqueeze(1) for x in (q, k, v, g, beta)), states[slots])
+    expected = (slots.shape[0], *states.shape[1:])
+    _check("kda_decode", *(x.unsqueeze(1) for x in (q, k, v, g, beta)), expected)
     states[slots], output = kda_step_reference(q, k, v, g, beta, states[slots])
     return output
 
@@ -120,7 +121,7 @@ def _check(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    state: torch.Tensor,
+    state_shape: tuple[int, ...],
 ) -> None:
     batch, length, heads, width = q.shape
     agree = (
@@ -128,11 +129,9 @@ def _check(
         and g.shape == q.shape
         and v.shape[:3] == q.shape[:3]
         and beta.shape == (batch, length, heads)
-        and state.shape == (batch, heads, width, v.shape[-1])
+        and tuple(state_shape) == (batch, heads, width, v.shape[-1])
     )
     if not agree:
-        shapes = ", ".join(
-            f"{label} {tuple(x.shape)}"
-            for label, x in zip("q k v g beta state".split(), (q, k, v, g, beta, state), strict=True)
-        )
-        raise ShapeError(f"{name}: {shapes}")
+        named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        shapes = ", ".join(f"{label} {tuple(x.shape)}" for label, x in named.items())
+        raise ShapeError(f"{name}: {shapes}, state {tuple(state_shape)}")

@@ -1,0 +1,43 @@
+"""Multi-head latent attention in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def mla_prefill_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_prefill`."""
+    queries, keys = q.shape[0], k.shape[0]
+    mask = None
+    if queries != keys:  # the first query already sees the cached prefix
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out.transpose(0, 1)
+
+
+def mla_decode_reference(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    latent_width: int,
+    scale: float,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_decode`."""
+    context = latents[rows]  # [B, L, R + P]
+    past_end = torch.arange(rows.shape[1], device=q.device) >= lengths.unsqueeze(1)  # [B, L]
+    # Unused rows may hold anything: 0 x NaN would still be NaN in the product with the values.
+    context = context.masked_fill(past_end.unsqueeze(-1), 0.0)
+    scores = (q @ context.mT).float() * scale
+    weights = scores.masked_fill(past_end.unsqueeze(1), float("-inf")).softmax(-1)
+    return weights.to(q.dtype) @ context[..., :latent_width]

@@ -1,0 +1,79 @@
+"""Mixture of experts: the router's choice and the chosen experts' sum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.moe.reference import moe_experts_reference, route_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, *, renormalise: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts by biased sigmoid scores and weigh them by the unbiased ones.
+
+    Args:
+        logits: [N, E] float32; bfloat16 logits change the choice of one token in twenty.
+        bias: [E] float32, added for the choice only.
+        top_k: experts a token.
+        renormalise: make the weights of a token sum to one.
+        scale: multiplies the weights.
+
+    Returns:
+        Weights [N, top_k] float32 and expert indices [N, top_k] int64.
+
+    Raises:
+        ShapeError: the shapes disagree or ``top_k`` exceeds E.
+
+    Source: Kimi K3 ``modeling_kimi_linear.py`` (``noaux_tc`` with one group).
+    """
+    if logits.shape[-1:] != bias.shape or not 0 < top_k <= bias.shape[0]:
+        raise ShapeError(
+            f"route: logits {tuple(logits.shape)}, bias {tuple(bias.shape)}, top_k {top_k}"
+        )
+    return route_reference(logits, bias, top_k, renormalise=renormalise, scale=scale)
+
+
+def moe_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Sum the chosen experts' outputs, each ``w2 activation(w13 x)``, by their weights.
+
+    Args:
+        x: [N, L].
+        weights: [N, k] float32.
+        experts: [N, k] int64.
+        w13: [E, 2 I, L], gate rows first.
+        w2: [E, L, I].
+        activation: [.., 2 I] -> [.., I].
+
+    Returns:
+        [N, L] in the dtype of ``x``; the sum is float32.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+    count, double_inner, latent = w13.shape
+    agree = (
+        x.shape[1:] == (latent,)
+        and w2.shape == (count, latent, double_inner // 2)
+        and weights.shape == experts.shape
+        and weights.shape[0] == x.shape[0]
+    )
+    if not agree:
+        raise ShapeError(
+            f"moe_experts: x {tuple(x.shape)}, weights {tuple(weights.shape)}, "
+            f"w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}"
+        )
+    return moe_experts_reference(x, weights, experts, w13, w2, activation)

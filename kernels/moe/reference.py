@@ -1,0 +1,48 @@
+"""Mixture of experts in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def route_reference(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, *, renormalise: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`k3vl.kernels.moe.route`."""
+    scores = torch.sigmoid(logits)
+    experts = torch.topk(scores + bias, top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, experts)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, experts
+
+
+def moe_experts_reference(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.moe.moe_experts`; one pass over the experts that have tokens."""
+    top_k = experts.shape[1]
+    flat = experts.flatten()
+    order = torch.argsort(flat, stable=True)  # (token, choice) pairs, expert by expert
+    counts = torch.bincount(flat, minlength=w13.shape[0]).tolist()
+    tokens = order // top_k
+    inputs = x[tokens].split(counts)
+    outputs = [
+        F.linear(activation(F.linear(inputs[e], w13[e])), w2[e])
+        for e, count in enumerate(counts)
+        if count
+    ]
+    weighed = torch.cat(outputs).float() * weights.flatten()[order].unsqueeze(-1)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return total.index_add_(0, tokens, weighed).to(x.dtype)
