@@ -248,9 +248,14 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More text of the answer."""
+    """More text of the answer.
+
+    ``replaces_reasoning`` marks text that was sent as :class:`Reasoning` before the model showed
+    that it was the answer all along: whoever collects the whole drops the reasoning so far.
+    """
 
     text: str
+    replaces_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
