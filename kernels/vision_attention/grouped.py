@@ -32,7 +32,5 @@ def vision_attention_grouped(
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> torch.Tensor:
     """Attention over [G * length, H, K] as a batch of G items."""
-    batch = [
-        x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
-    ]  # [G, H, length, K]
-    return scaled_dot_product_attention(*batch).transpose(1, 2).flatten(0, 1)
+    q, k, v = (x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
