@@ -1,0 +1,210 @@
+"""MoonViT3d: patches of pictures and video groups to merged cells.
+
+Here: patch embedding, positions, transformer blocks, pooling over time and the 2x2 merge. Not
+here: how pixels become patches (``processor.py``), the way to the text width (``projector.py``).
+
+Source: Kimi K3 ``modeling_kimi_k3.py``. Attention is one joint pass over all frames of a group, as
+in the released code (the report speaks of two factorised passes).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu, linear
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.rms_norm import rms_norm
+from k3vl.kernels.vision_attention import vision_attention
+from k3vl.kernels.vision_pos import resize_position_table, rotary_table, rotate, temporal_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from k3vl.config import MediaConfig, VisionConfig
+
+Grid = tuple[int, int, int]
+
+NORM_EPS = 1.1920929e-07
+"""``nn.RMSNorm`` without an eps takes float32's, for bfloat16 inputs too (torch 2.13)."""
+
+_MERGE = 2
+_TABLES_KEPT = 16
+
+
+class VisionTower(nn.Module):
+    """The vision transformer over packed patches of several items.
+
+    Parameters are left uninitialised: a checkpoint, or whoever trains, fills them.
+
+    Attributes:
+        config: geometry.
+        eps: of every norm of the tower.
+
+    Activations have the parameters' dtype; positions, rotations and norms are float32 inside.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        media: MediaConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        eps: float = NORM_EPS,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.eps = eps
+        width, patch = config.vt_hidden_size, config.patch_size
+        table = (config.init_pos_emb_height, config.init_pos_emb_width, width)
+        self.patch_weight = _parameter((width, 3, patch, patch), dtype, device)
+        self.position_table = _parameter(table, dtype, device)
+        self.blocks = nn.ModuleList(
+            VisionBlock(config, dtype, device, eps) for _ in range(config.vt_num_hidden_layers)
+        )
+        self.final_norm = _parameter((width,), dtype, device)
+        moments = torch.tensor([media.image_mean, media.image_std], device=device)
+        self.register_buffer("mean", moments[0, :, None, None], persistent=False)
+        self.register_buffer("std", moments[1, :, None, None], persistent=False)
+        self._rotary: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+    def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Encode packed patches.
+
+        Args:
+            patches: [P, 3, 14, 14]; items follow one another, each frame-major then row-major.
+                uint8 pixels are normalised here; floats are taken as normalised.
+            grids: frames, patch rows and patch columns of every item.
+
+        Returns:
+            [M, 4 * width] in the tower's dtype: ``rows * columns / 4`` cells of every item, each
+            the mean over its frames, parts in the order top-left, top-right, bottom-left,
+            bottom-right.
+
+        Raises:
+            ShapeError: a grid is odd, empty or has too many frames, or the grids and the patches
+                do not add up.
+        """
+        self._check(patches, grids)
+        lengths = [frames * rows * columns for frames, rows, columns in grids]
+        x = linear(self._normalise(patches).flatten(1), self.patch_weight.flatten(1))
+        x = x + self._positions(grids).to(x.dtype)
+        rotary = torch.cat([self._rotation(grid) for grid in grids], dim=1)
+        for block in self.blocks:
+            x = block(x, rotary, lengths)
+        x = rms_norm(x, self.final_norm, self.eps)
+        parts = torch.split(x, lengths)
+        return torch.cat([merge(part, grid) for part, grid in zip(parts, grids, strict=True)])
+
+    def _check(self, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
+        most = self.config.init_pos_emb_time
+        for frames, rows, columns in grids:
+            even = rows > 0 < columns and not rows % _MERGE and not columns % _MERGE
+            if not even or not 0 < frames <= most:
+                raise ShapeError(
+                    f"vision tower: grid {frames}x{rows}x{columns}; rows and columns must be even, "
+                    f"frames 1 to {most}"
+                )
+        expected = (sum(t * h * w for t, h, w in grids), *self.patch_weight.shape[1:])
+        if not grids or tuple(patches.shape) != expected:
+            raise ShapeError(
+                f"vision tower: patches {tuple(patches.shape)}, {len(grids)} grids need {expected}"
+            )
+
+    def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
+        patches = patches.to(self.patch_weight.device)
+        if patches.dtype == torch.uint8:
+            patches = (patches.float() / 255 - self.mean) / self.std
+        return patches.to(self.patch_weight.dtype)
+
+    def _positions(self, grids: Sequence[Grid]) -> torch.Tensor:
+        """Learned and temporal positions of all patches, [P, width] float32."""
+        flat = {
+            size: resize_position_table(self.position_table, *size)
+            for size in dict.fromkeys((rows, columns) for _, rows, columns in grids)
+        }
+        parts = []
+        for frames, rows, columns in grids:
+            place = flat[rows, columns]
+            # A picture is not a clip of one frame: cos(0) = 1 would shift half of its channels.
+            if frames > 1:
+                time = temporal_rows(frames, place.shape[1], device=place.device)
+                place = (place[None] + time[:, None]).flatten(0, 1)
+            parts.append(place)
+        return torch.cat(parts)
+
+    def _rotation(self, grid: Grid) -> torch.Tensor:
+        """Rotary table of one item, every frame alike: [2, t * h * w, head_dim / 2]."""
+        frames, rows, columns = grid
+        key = (rows, columns, self.patch_weight.device)
+        if (table := self._rotary.pop(key, None)) is None:
+            table = rotary_table(rows, columns, self.config.head_dim, device=key[2])
+        self._rotary[key] = table  # the last used is the last to go
+        if len(self._rotary) > _TABLES_KEPT:
+            del self._rotary[next(iter(self._rotary))]
+        return table.repeat(1, frames, 1)
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm attention and MLP; no biases, and an inner width that is not the model's."""
+
+    def __init__(
+        self, config: VisionConfig, dtype: torch.dtype, device: torch.device | str, eps: float
+    ) -> None:
+        super().__init__()
+        width, inner, qkv = (
+            config.vt_hidden_size,
+            config.vt_intermediate_size,
+            config.qkv_hidden_size,
+        )
+        self.heads = config.vt_num_attention_heads
+        self.eps = eps
+        self.attention_norm = _parameter((width,), dtype, device)
+        self.mlp_norm = _parameter((width,), dtype, device)
+        self.qkv = _linear(width, 3 * qkv, dtype, device)
+        self.out = _linear(qkv, width, dtype, device)
+        self.up = _linear(width, inner, dtype, device)
+        self.down = _linear(inner, width, dtype, device)
+
+    def forward(
+        self, x: torch.Tensor, rotary: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Advance [P, width] by one block."""
+        qkv = self.qkv(rms_norm(x, self.attention_norm, self.eps))
+        q, k, v = qkv.view(x.shape[0], 3, self.heads, -1).unbind(1)  # [P, H, K] each
+        mixed = vision_attention(rotate(q, rotary), rotate(k, rotary), v, lengths)
+        x = x + self.out(mixed.flatten(1))
+        hidden = self.up(rms_norm(x, self.mlp_norm, self.eps))
+        return x + self.down(gelu(hidden, approximate="tanh"))
+
+
+def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Pool one item over time and join 2x2 neighbours (``sd2_tpool``).
+
+    Args:
+        x: [t * h * w, D], frame-major then row-major.
+        grid: t, h, w; h and w even.
+
+    Returns:
+        [h * w / 4, 4 * D].
+    """
+    frames, rows, columns = grid
+    cells = x.view(frames, rows // _MERGE, _MERGE, columns // _MERGE, _MERGE, -1)
+    pooled = cells.mean(0).transpose(1, 2)  # [h/2, w/2, 2, 2, D]
+    return pooled.reshape(rows * columns // _MERGE**2, -1)
+
+
+def _parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def _linear(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
+    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device)
