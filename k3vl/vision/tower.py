@@ -95,7 +95,7 @@ class VisionTower(nn.Module):
         lengths = [frames * rows * columns for frames, rows, columns in grids]
         x = linear(self._normalise(patches).flatten(1), self.patch_weight.flatten(1))
         x = x + self._positions(grids).to(x.dtype)
-        rotary = torch.cat([self._rotation(grid) for grid in grids], dim=1)
+        rotary = torch.cat([self._rotation(grid) for grid in grids])
         for block in self.blocks:
             x = block(x, rotary, lengths)
         x = rms_norm(x, self.final_norm, self.eps)
@@ -140,7 +140,7 @@ class VisionTower(nn.Module):
         return torch.cat(parts)
 
     def _rotation(self, grid: Grid) -> torch.Tensor:
-        """Rotary table of one item, every frame alike: [2, t * h * w, head_dim / 2]."""
+        """Rotary table of one item, every frame alike: [t * h * w, head_dim / 2]."""
         frames, rows, columns = grid
         key = (rows, columns, self.patch_weight.device)
         if (table := self._rotary.pop(key, None)) is None:
@@ -148,7 +148,7 @@ class VisionTower(nn.Module):
         self._rotary[key] = table  # the last used is the last to go
         if len(self._rotary) > _TABLES_KEPT:
             del self._rotary[next(iter(self._rotary))]
-        return table.repeat(1, frames, 1)
+        return table.repeat(frames, 1)
 
 
 class VisionBlock(nn.Module):
@@ -177,8 +177,10 @@ class VisionBlock(nn.Module):
     ) -> torch.Tensor:
         """Advance [P, width] by one block."""
         qkv = self.qkv(rms_norm(x, self.attention_norm, self.eps))
-        q, k, v = qkv.view(x.shape[0], 3, self.heads, -1).unbind(1)  # [P, H, K] each
-        mixed = vision_attention(rotate(q, rotary), rotate(k, rotary), v, lengths)
+        heads = qkv.view(x.shape[0], 3 * self.heads, -1)  # [P, 3H, K]
+        turned = rotate(heads[:, : 2 * self.heads], rotary)
+        q, k, v = turned[:, : self.heads], turned[:, self.heads :], heads[:, 2 * self.heads :]
+        mixed = vision_attention(q, k, v, lengths)
         x = x + self.out(mixed.flatten(1))
         hidden = self.up(rms_norm(x, self.mlp_norm, self.eps))
         return x + self.down(gelu(hidden, approximate="tanh"))

@@ -66,12 +66,12 @@ def temporal_rows(frames: int, width: int, *, device: torch.device | None = None
 def rotary_table(
     rows: int, columns: int, head_dim: int, *, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Build cosine and sine of every patch's rotation.
+    """Build every patch's rotation as unit complex numbers.
 
     With f_i = 10000^(-4i / K), pair 2i turns by column * f_i and pair 2i + 1 by row * f_i.
 
     Returns:
-        [2, rows * columns, K / 2] float32: cosines, sines; patches row-major.
+        [rows * columns, K / 2] complex64; patches row-major.
 
     Raises:
         ShapeError: ``head_dim`` is not a multiple of 4, or the grid is empty.
@@ -85,7 +85,7 @@ def rotary_table(
     by_column = (column * frequencies).expand(rows, -1, -1)
     by_row = (row * frequencies).expand(-1, columns, -1)
     angles = torch.stack([by_column, by_row], dim=-1).reshape(rows * columns, head_dim // 2)
-    return torch.stack([angles.cos(), angles.sin()]).float()
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [P, H, K], any floating dtype.
-        table: [2, P, K / 2] float32, from :func:`rotary_table`.
+        table: [P, K / 2] complex64, from :func:`rotary_table`.
 
     Returns:
         [P, H, K] in the dtype of ``x``; float32 inside.
@@ -101,9 +101,9 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     Raises:
         ShapeError: the shapes disagree.
     """
-    if x.ndim != 3 or tuple(table.shape) != (2, x.shape[0], x.shape[2] / 2):
+    if x.ndim != 3 or x.shape[2] % 2 or tuple(table.shape) != (x.shape[0], x.shape[2] // 2):
         raise ShapeError(f"rotate: x {tuple(x.shape)}, table {tuple(table.shape)}")
-    cosine, sine = table[:, :, None]  # [P, 1, K/2]
-    even, odd = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    turned = torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1)
+    # One complex product instead of four real ones and their strided copies.
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    turned: torch.Tensor = torch.view_as_real(pairs * table[:, None])
     return turned.flatten(-2).to(x.dtype)

@@ -67,5 +67,5 @@ def test_bad_shapes_are_named():
         rotary_table(2, 2, 6)
     with pytest.raises(ShapeError, match="width 7"):
         temporal_rows(2, 7)
-    with pytest.raises(ShapeError, match=r"x \(3, 1, 8\), table \(2, 4, 4\)"):
+    with pytest.raises(ShapeError, match=r"x \(3, 1, 8\), table \(4, 4\)"):
         rotate(torch.zeros(3, 1, 8), rotary_table(2, 2, 8))
