@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda.reference import (
@@ -11,6 +11,9 @@ from k3vl.kernels.kda.reference import (
     kda_recurrent_reference,
     kda_step_reference,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 def kda_decay(
@@ -109,7 +112,8 @@ def kda_decode(
         ShapeError: the shapes disagree.
     """
     expected = (slots.shape[0], *states.shape[1:])
-    _check("kda_decode", *(x.unsqueeze(1) for x in (q, k, v, g, beta)), expected)
+    one = [x.unsqueeze(1) for x in (q, k, v, g, beta)]
+    _check("kda_decode", one[0], one[1], one[2], one[3], one[4], expected)
     states[slots], output = kda_step_reference(q, k, v, g, beta, states[slots])
     return output
 

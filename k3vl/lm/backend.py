@@ -1,0 +1,70 @@
+"""The seam between the pipeline and whatever runs the language model.
+
+A backend takes prompts of token ids with media spans and delivers token ids. It knows nothing of
+chat formats. ``lm/local.py`` is the embedded engine; tests fill the seam with a fake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from k3vl.errors import K3VLError
+    from k3vl.types import EncoderItem, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        id: token id; None when generation ended without another token.
+        finish: set on the last: ``stop`` (a stop id, which is ``id``) or ``length``.
+    """
+
+    id: int | None
+    finish: Literal["stop", "length"] | None = None
+
+
+class Encoder(Protocol):
+    """Turns media into features; the engine calls it on its own thread."""
+
+    def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
+        """Features [num_tokens, D] of every item, in order."""
+
+
+class Backend(Protocol):
+    """Runs the language model."""
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: Callable[[Token | K3VLError], None],
+    ) -> int:
+        """Start a generation.
+
+        Args:
+            prompt: token ids and media.
+            sampling: how to choose and when to stop.
+            sink: called on the backend's thread with every token and, at most once and last, with
+                an error. It must not block.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            CapacityError: the request can never run.
+            BackendError: the engine is dead.
+        """
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a generation; its sink gets ``Cancelled``. Unknown or ended requests are ignored."""
+
+    def close(self) -> None:
+        """Cancel everything and release the model."""

@@ -1,0 +1,180 @@
+"""One step's input, gathered from the requests that take part in it.
+
+A batch is packed: sequences that decode (one token each) come first, then those that prefill.
+Everything a layer needs to find its state is an index tensor made here once, so that layers hold
+no bookkeeping and a step costs one gather per state, whatever the number of requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence's part of a step.
+
+    Attributes:
+        token_ids: the new tokens.
+        context_len: tokens already in the cache.
+        slot: KDA state slot.
+        pages: MLA pages, in order; they hold ``context_len + len(token_ids)`` tokens.
+        features: (offset into ``token_ids``, [M, D] features) that replace embeddings.
+        wants_logits: whether the last token's logits are needed.
+    """
+
+    token_ids: Sequence[int]
+    context_len: int
+    slot: int
+    pages: Sequence[int]
+    features: Sequence[tuple[int, torch.Tensor]] = ()
+    wants_logits: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Tensors of one step. N tokens, B sequences of which the first ``num_decodes`` decode.
+
+    Attributes:
+        token_ids: [N] int64.
+        feature_rows, features: rows of the input that are features instead of embeddings,
+            [M] int64 and [M, D]; None without media.
+        num_decodes: sequences of exactly one token, at the front.
+        prefill_lens: new tokens of every other sequence.
+        prefill_context_lens: cached tokens of the same.
+        slots: [B] int64 KDA slots.
+        taps: [N, W] int64 and tails: [B, W-1] int64, for the short convolutions.
+        padded: [P, T] int64 rows of the prefill sequences, padded with N (a zero row); T a common
+            length.
+        packed: [sum(prefill_lens)] int64, where they lie in the padded form.
+        cache_rows: [N] int64, where each token's latent is written.
+        decode_rows: [num_decodes, L] int64 and decode_lens: [num_decodes] int64, latents seen.
+        prefill_rows: per prefill sequence [L_i] int64, all latents it sees.
+        logit_rows: [R] int64, rows whose logits are wanted, in sequence order.
+    """
+
+    token_ids: torch.Tensor
+    feature_rows: torch.Tensor | None
+    features: torch.Tensor | None
+    num_decodes: int
+    prefill_lens: tuple[int, ...]
+    prefill_context_lens: tuple[int, ...]
+    slots: torch.Tensor
+    taps: torch.Tensor
+    tails: torch.Tensor
+    padded: torch.Tensor
+    packed: torch.Tensor
+    cache_rows: torch.Tensor
+    decode_rows: torch.Tensor
+    decode_lens: torch.Tensor
+    prefill_rows: tuple[torch.Tensor, ...]
+    logit_rows: torch.Tensor
+
+
+def build_batch(
+    rows: Sequence[Row], *, page_size: int, conv_width: int, device: torch.device
+) -> Batch:
+    """Gather the rows of a step; decoding rows must come first.
+
+    A row of one token with some context counts as decoding wherever such rows lead the batch.
+    """
+    lens = [len(row.token_ids) for row in rows]
+    starts = [0, *accumulate(lens)]
+    num_decodes = next((i for i, n in enumerate(lens) if n != 1), len(rows))
+    prefills = rows[num_decodes:]
+    first = starts[num_decodes]
+
+    latents = [_latent_rows(row, page_size) for row in rows]
+    new = [all_rows[row.context_len :] for row, all_rows in zip(rows, latents, strict=True)]
+    longest = max((len(r) for r in latents[:num_decodes]), default=0)
+    decode_rows = [r + [r[0]] * (longest - len(r)) for r in latents[:num_decodes]]
+    taps, tails = _conv_indices(lens, starts, conv_width)
+    padded, packed = _padding(lens[num_decodes:], starts[num_decodes:], starts[-1], first)
+    feature_rows, features = _features(rows, starts)
+
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Batch(
+        token_ids=ints([t for row in rows for t in row.token_ids]),
+        feature_rows=ints(feature_rows) if features else None,
+        features=torch.cat(features) if features else None,
+        num_decodes=num_decodes,
+        prefill_lens=tuple(lens[num_decodes:]),
+        prefill_context_lens=tuple(row.context_len for row in prefills),
+        slots=ints([row.slot for row in rows]),
+        taps=taps.to(device),
+        tails=tails.to(device),
+        padded=padded.to(device),
+        packed=packed.to(device),
+        cache_rows=ints([r for group in new for r in group]),
+        decode_rows=ints(decode_rows).view(num_decodes, longest),
+        decode_lens=ints([len(r) for r in latents[:num_decodes]]),
+        prefill_rows=tuple(ints(r) for r in latents[num_decodes:]),
+        logit_rows=ints(
+            [end - 1 for row, end in zip(rows, starts[1:], strict=True) if row.wants_logits]
+        ),
+    )
+
+
+def _latent_rows(row: Row, page_size: int) -> list[int]:
+    """Cache rows of all the tokens of a sequence after this step, in order."""
+    total = row.context_len + len(row.token_ids)
+    assert len(row.pages) * page_size >= total, "pages are allocated before a step"
+    return [row.pages[i // page_size] * page_size + i % page_size for i in range(total)]
+
+
+def _conv_indices(
+    lens: Sequence[int], starts: Sequence[int], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ``cat(windows, x)`` that each token convolves, and that make the new windows.
+
+    Sequence s owns window rows ``s (W-1) .. s (W-1) + W-2`` and, behind all windows, its tokens.
+    """
+    carried = width - 1
+    sequence = torch.repeat_interleave(torch.tensor(lens))  # [N]
+    position = torch.arange(starts[-1]) - torch.tensor(starts[:-1])[sequence]
+
+    def rows(which: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Row of token ``at`` (may be negative: the window) of sequence ``which``."""
+        token = len(lens) * carried + torch.tensor(starts)[which] + at
+        return torch.where(at >= 0, token, which * carried + carried + at)
+
+    back = torch.arange(-carried, 1)
+    taps = rows(sequence.unsqueeze(1), position.unsqueeze(1) + back)
+    every = torch.arange(len(lens)).unsqueeze(1)
+    tails = rows(every, torch.tensor(lens).unsqueeze(1) + back[:-1])
+    return taps, tails
+
+
+def _padding(
+    lens: Sequence[int], starts: Sequence[int], zero_row: int, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices between the packed rows of prefill sequences and their [P, T] padded form."""
+    longest = max(lens, default=0)
+    offset = torch.arange(longest)
+    lengths = torch.tensor(lens, dtype=torch.int64).unsqueeze(1)
+    begins = torch.tensor(starts[: len(lens)], dtype=torch.int64).unsqueeze(1)
+    inside = offset < lengths
+    padded = torch.where(inside, begins + offset, zero_row)
+    packed = torch.nonzero(inside.flatten()).flatten()
+    assert first + len(packed) == zero_row, "every prefill token has one place"
+    return padded, packed
+
+
+def _features(rows: Sequence[Row], starts: Sequence[int]) -> tuple[list[int], list[torch.Tensor]]:
+    """Which rows of the packed input are features, and the features in that order."""
+    where: list[int] = []
+    values: list[torch.Tensor] = []
+    for row, start in zip(rows, starts, strict=False):
+        for offset, features in row.features:
+            where.extend(range(start + offset, start + offset + features.shape[0]))
+            values.append(features)
+    return where, values

@@ -1,0 +1,65 @@
+"""Small parts that several layers share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from k3vl.kernels.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    """A bias-free projection with uninitialised weights [outputs, inputs]."""
+    layer: nn.Linear = nn.utils.skip_init(
+        nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device
+    )
+    return layer
+
+
+def parameter(
+    *shape: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> nn.Parameter:
+    """An uninitialised weight."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a plain weight (no ``1 + w``)."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate an uninitialised weight."""
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(width, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """``down activation(gate_up x)``: the dense layer and the shared experts."""
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate uninitialised weights; ``gate_up`` rows are gates, then ups."""
+        super().__init__()
+        self.gate_up = linear(width, 2 * inner, dtype, device)
+        self.down = linear(inner, width, dtype, device)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, D]."""
+        return self.down(self.activation(self.gate_up(x)))

@@ -1,0 +1,114 @@
+"""The gated multi-head latent attention layer, without positions.
+
+Prefill expands the latents of the whole sequence into keys and values; decode stays in the latent
+space (absorbed form). Both read one cache of [c | k_r] rows.
+Source: Kimi K3 ``modeling_kimi_linear.py`` (KimiMLAAttention with ``mla_use_nope``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from k3vl.kernels.mla import mla_decode, mla_prefill
+from k3vl.lm.layers import RMSNorm, linear, parameter
+
+if TYPE_CHECKING:
+    from k3vl.config import TextConfig
+    from k3vl.lm.batch import Batch
+
+LOW_RANK_EPS = 1e-6
+"""The two low-rank norms are built without an epsilon and get their class's own, not config's."""
+
+
+class LowRankQuery(nn.Module):
+    """Norm and expansion of the query's low rank."""
+
+    def __init__(self, rank: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate uninitialised weights."""
+        super().__init__()
+        self.norm = RMSNorm(rank, LOW_RANK_EPS, dtype=dtype, device=device)
+        self.expand = linear(rank, width, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, rank] -> [N, H K]."""
+        return self.expand(self.norm(x))
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """One MLA layer. ``in_proj`` rows: query rank, latent, shared key part, output gate."""
+
+    def __init__(self, config: TextConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate uninitialised weights."""
+        super().__init__()
+        self.heads, self.nope, self.rope = (
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+        )
+        self.value, self.latent = config.v_head_dim, config.kv_lora_rank
+        self.scale = (self.nope + self.rope) ** -0.5
+        d, width = config.hidden_size, self.heads * self.value
+        query = self.heads * (self.nope + self.rope)
+        rank = config.q_lora_rank
+        gate = width if config.mla_use_output_gate else 0
+        self.splits = (rank or query, self.latent, self.rope, gate)
+        self.in_proj = linear(d, sum(self.splits), dtype, device)
+        self.query: LowRankQuery | nn.Identity = nn.Identity()  # no rank: in_proj makes queries
+        if rank:
+            self.query = LowRankQuery(rank, query, dtype=dtype, device=device)
+        self.kv_norm = RMSNorm(self.latent, LOW_RANK_EPS, dtype=dtype, device=device)
+        # [H, nope + V, R]: every head's key rows, then its value rows, as in the checkpoint.
+        self.kv_b = parameter(
+            self.heads, self.nope + self.value, self.latent, dtype=dtype, device=device
+        )
+        self.gate = _sigmoid_gate if config.mla_use_output_gate else _no_gate
+        self.o_proj = linear(width, d, dtype, device)
+
+    def forward(self, x: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, D]; writes the new tokens' rows of ``latents`` [S, R + P]."""
+        q, c, k_shared, gate = self.in_proj(x).split(self.splits, dim=-1)
+        q = self.query(q).view(-1, self.heads, self.nope + self.rope)
+        latents[batch.cache_rows] = torch.cat([self.kv_norm(c), k_shared], dim=-1)
+
+        n = batch.num_decodes
+        outputs = [self._decode(q[:n], batch, latents)] if n else []
+        for q_i, rows in zip(q[n:].split(batch.prefill_lens), batch.prefill_rows, strict=True):
+            outputs.append(self._prefill(q_i, latents[rows]))
+        out = torch.cat(outputs).flatten(1)
+        return self.o_proj(self.gate(out, gate))
+
+    def _prefill(self, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Expanded form: q [T, H, K], context [L, R + P] -> [T, H, V]."""
+        c, k_shared = context.split([self.latent, self.rope], dim=-1)
+        expanded = (c @ self.kv_b.flatten(0, 1).mT).unflatten(-1, (self.heads, -1))
+        k, v = expanded.split([self.nope, self.value], dim=-1)
+        shared = k_shared.unsqueeze(1).expand(-1, self.heads, -1)
+        return mla_prefill(q, torch.cat([k, shared], dim=-1), v, self.scale)
+
+    def _decode(self, q: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
+        """Absorbed form: q [B, H, K] -> [B, H, V]."""
+        w_k, w_v = self.kv_b.split([self.nope, self.value], dim=1)  # [H, nope, R], [H, V, R]
+        q_nope, q_shared = q.split([self.nope, self.rope], dim=-1)
+        absorbed = (q_nope.transpose(0, 1) @ w_k).transpose(0, 1)  # [B, H, R]
+        mixed = mla_decode(
+            torch.cat([absorbed, q_shared], dim=-1),
+            latents,
+            batch.decode_rows,
+            batch.decode_lens,
+            self.latent,
+            self.scale,
+        )
+        return (mixed.transpose(0, 1) @ w_v.mT).transpose(0, 1)
+
+
+def _sigmoid_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """K3's output gate, element by element before the output projection."""
+    return (x.float() * torch.sigmoid(logits.float())).to(x.dtype)
+
+
+def _no_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Kimi-Linear has none; ``logits`` is empty."""
+    return x

@@ -1,0 +1,107 @@
+"""The Kimi K3 language model: embedding, hybrid layers, head.
+
+Reads like the paper: every layer is an attention (KDA or gated MLA) and an MLP (dense or latent
+MoE), joined by attention residuals. Positions are nowhere; the KDA state carries the order.
+Source: Kimi K3 ``modeling_kimi_linear.py``; Kimi K3 report, sections 2.1 to 2.4.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from k3vl.kernels.situ import silu_glu, situ_glu
+from k3vl.lm.kda import KimiDeltaAttention
+from k3vl.lm.layers import GatedMLP, linear, parameter
+from k3vl.lm.mla import MultiHeadLatentAttention
+from k3vl.lm.moe import LatentMoE
+from k3vl.lm.residual import AttentionResidualStream, PlainStream, ReadWeights, Stream
+
+if TYPE_CHECKING:
+    from k3vl.config import TextConfig
+    from k3vl.lm.batch import Batch
+    from k3vl.lm.cache import HybridCache, KDAState
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each reading the stream through its own weights."""
+
+    def __init__(
+        self, config: TextConfig, index: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate uninitialised weights of the layer's own kinds."""
+        super().__init__()
+        activation = (
+            partial(
+                situ_glu,
+                beta=config.activation_situ_beta,
+                linear_beta=config.activation_situ_linear_beta,
+            )
+            if config.hidden_act == "situ"
+            else silu_glu
+        )
+        kind = KimiDeltaAttention if config.is_kda(index) else MultiHeadLatentAttention
+        self.index = index
+        self.attn_read = ReadWeights(config, dtype=dtype, device=device)
+        self.attn: KimiDeltaAttention | MultiHeadLatentAttention = kind(
+            config, dtype=dtype, device=device
+        )
+        self.mlp_read = ReadWeights(config, dtype=dtype, device=device)
+        self.mlp: LatentMoE | GatedMLP = (
+            LatentMoE(config, activation, dtype=dtype, device=device)
+            if config.is_moe(index)
+            else GatedMLP(
+                config.hidden_size,
+                config.intermediate_size,
+                activation,
+                dtype=dtype,
+                device=device,
+            )
+        )
+
+    def forward(self, stream: Stream, batch: Batch, state: KDAState | torch.Tensor) -> None:
+        """Advance the stream; ``state`` is this layer's part of the cache."""
+        x = stream.read(self.attn_read)
+        stream.begin_layer(self.index)
+        stream.add(self.attn(x, batch, state))
+        stream.add(self.mlp(stream.read(self.mlp_read)))
+
+
+class K3Model(nn.Module):
+    """The whole language model; parameters are filled by ``k3vl.lm.weights``."""
+
+    def __init__(self, config: TextConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate uninitialised weights."""
+        super().__init__()
+        self.config = config
+        self.embedding = parameter(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            Layer(config, i, dtype=dtype, device=device) for i in range(config.num_hidden_layers)
+        )
+        self.final_read = ReadWeights(config, dtype=dtype, device=device)
+        self.head = linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.stream: type[AttentionResidualStream | PlainStream] = (
+            AttentionResidualStream if config.attn_res_block_size else PlainStream
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: HybridCache) -> torch.Tensor:
+        """Run one step.
+
+        Returns:
+            [R, vocab] float32 logits of ``batch.logit_rows``.
+        """
+        x = F.embedding(batch.token_ids, self.embedding)
+        if batch.features is not None and batch.feature_rows is not None:
+            x = x.index_copy(0, batch.feature_rows, batch.features.to(x.dtype))
+        stream = self.stream(x, self.config)
+        for layer, state in zip(self.layers, cache.layers, strict=True):
+            layer(stream, batch, state)
+        hidden = stream.read(self.final_read)[batch.logit_rows]
+        return self.head(hidden).float()

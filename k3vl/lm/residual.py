@@ -1,0 +1,105 @@
+"""What stands in for the residual stream.
+
+K3 keeps, per token, a bank of frozen block outputs and the running sum of the current block; every
+sub-layer reads a learned mixture of them (Block Attention Residuals). Kimi-Linear keeps the plain
+sum. Both are values of one forward pass; nothing of them is cached between steps.
+Source: Kimi K3 report, section on attention residuals; ``modeling_kimi_linear.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from k3vl.kernels.attn_residual import attn_residual
+from k3vl.kernels.rms_norm import rms_norm
+from k3vl.lm.layers import parameter
+
+if TYPE_CHECKING:
+    from k3vl.config import TextConfig
+
+
+class ReadWeights(nn.Module):
+    """Weights of one read: the mixture's query and the norm that follows it.
+
+    ``query`` is the product of the checkpoint's ``*_res_norm.weight`` and ``*_res_proj.weight``;
+    only the product has a meaning. A plain stream has no query.
+    """
+
+    def __init__(self, config: TextConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate uninitialised weights."""
+        super().__init__()
+        d, self.eps = config.hidden_size, config.rms_norm_eps
+        self.norm = parameter(d, dtype=dtype, device=device)
+        self.query = parameter(d, device=device) if config.attn_res_block_size else None
+
+
+class Stream(Protocol):
+    """The residual stream of one forward pass."""
+
+    def begin_layer(self, layer: int) -> None:
+        """Called after the layer's first read."""
+
+    def read(self, weights: ReadWeights) -> torch.Tensor:
+        """Normalised input of the next sub-layer, [N, D]."""
+
+    def add(self, y: torch.Tensor) -> None:
+        """Take a sub-layer's output, [N, D]."""
+
+
+class AttentionResidualStream:
+    """Bank and running sum in one tensor [R, N, D]: the last live row is the running sum.
+
+    Freezing a block is then a matter of counting one row more. A frozen row is never written again.
+    """
+
+    def __init__(self, x: torch.Tensor, config: TextConfig) -> None:
+        """Start from the embeddings [N, D]."""
+        assert config.attn_res_block_size is not None
+        self.block = config.attn_res_block_size
+        blocks = -(-config.num_hidden_layers // self.block)
+        self.rows = x.new_empty(blocks + 1, *x.shape)
+        self.rows[0] = x
+        self.live = 1
+        self.fresh = False  # the running sum's row has not been written yet
+
+    def begin_layer(self, layer: int) -> None:
+        """Freeze the running sum at the start of every block."""
+        if layer % self.block == 0:
+            self.live += 1
+            self.fresh = True
+
+    def read(self, weights: ReadWeights) -> torch.Tensor:
+        """Mix the bank and the running sum, then normalise."""
+        assert not self.fresh
+        assert weights.query is not None
+        return attn_residual(self.rows[: self.live], weights.query, weights.norm, weights.eps)
+
+    def add(self, y: torch.Tensor) -> None:
+        """Add to the running sum of this block."""
+        if self.fresh:
+            self.rows[self.live - 1] = y
+            self.fresh = False
+        else:
+            self.rows[self.live - 1] += y
+
+
+class PlainStream:
+    """The sum of everything so far."""
+
+    def __init__(self, x: torch.Tensor, config: TextConfig) -> None:
+        """Start from the embeddings [N, D]."""
+        self.sum = x
+
+    def begin_layer(self, layer: int) -> None:
+        """Nothing happens between layers."""
+
+    def read(self, weights: ReadWeights) -> torch.Tensor:
+        """Normalise the sum."""
+        return rms_norm(self.sum, weights.norm, weights.eps)
+
+    def add(self, y: torch.Tensor) -> None:
+        """Add to the sum."""
+        self.sum = self.sum + y

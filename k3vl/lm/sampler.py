@@ -1,0 +1,61 @@
+"""From logits to the next token: greedy, temperature, top-k, top-p, one seed per request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from k3vl.errors import RequestError
+
+if TYPE_CHECKING:
+    from k3vl.types import SamplingParams
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Refuse parameters without a meaning.
+
+    Raises:
+        RequestError: naming the field, its value and the range.
+    """
+    checks = {
+        "max_tokens": (params.max_tokens >= 1, "at least 1"),
+        "temperature": (0 <= params.temperature < float("inf"), "0 or more"),
+        "top_p": (0 < params.top_p <= 1, "above 0, at most 1"),
+        "top_k": (params.top_k >= 0, "0 or more"),
+        "stop": (all(params.stop), "non-empty strings"),
+    }
+    for name, (fine, wanted) in checks.items():
+        if not fine:
+            value = getattr(params, name)
+            raise RequestError(f"{name} is {value}, must be {wanted}", param=name)
+
+
+class Sampler:
+    """The choices of one request; repeatable for a seed, whatever else is in the batch."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        """Seed the request's own generator."""
+        self.params = params
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Choose from [vocab] float32 logits; ties of the greedy choice go to the lowest id."""
+        params = self.params
+        if params.temperature == 0:
+            return int(logits.argmax())
+        probabilities, ids = torch.softmax(logits / params.temperature, -1).sort(
+            descending=True, stable=True
+        )
+        keep = torch.ones_like(probabilities, dtype=torch.bool)
+        if params.top_k:
+            keep[params.top_k :] = False
+        # A token stays while the mass before it is below top_p; the likeliest always stays.
+        keep &= probabilities.cumsum(-1) - probabilities < params.top_p
+        mass = torch.where(keep, probabilities, 0.0).cpu().double().cumsum(-1)
+        draw = torch.rand((), generator=self._generator, dtype=torch.float64) * mass[-1]
+        return int(ids[int(torch.searchsorted(mass, draw, right=True))])

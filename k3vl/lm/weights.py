@@ -1,0 +1,159 @@
+"""Checkpoint names of the language model -> parameters, strictly.
+
+One table, in the order of the layers. Projections that share an input are rows of one matrix here
+and separate tensors in the checkpoint; a target is then a view of its rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from k3vl.checkpoint import Placement
+from k3vl.lm.kda import KimiDeltaAttention
+from k3vl.lm.layers import GatedMLP, RMSNorm
+from k3vl.lm.mla import LowRankQuery
+from k3vl.lm.model import K3Model, Layer
+from k3vl.lm.moe import LatentMoE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from k3vl.checkpoint import CheckpointReader
+    from k3vl.config import TextConfig
+    from k3vl.lm.mla import MultiHeadLatentAttention
+    from k3vl.lm.residual import ReadWeights
+
+PREFIX = "language_model."
+
+
+@torch.no_grad()
+def load_model(
+    reader: CheckpointReader, config: TextConfig, *, dtype: torch.dtype, device: torch.device
+) -> K3Model:
+    """Build the language model and fill it from a checkpoint.
+
+    Raises:
+        WeightError: a tensor is missing, left over, damaged or of the wrong shape.
+    """
+    model = K3Model(config, dtype=dtype, device=device).eval().requires_grad_(False)
+    # K3 stores one A_log per channel of a head, of which one per head counts.
+    products = [_ResidualQuery(read, path) for read, path in _reads(model)]
+    placements = {
+        PREFIX + name: Placement(target, leading=name.endswith(".A_log"))
+        for name, target in _targets(model)
+    }
+    for product in products:
+        placements |= {PREFIX + n: Placement(t) for n, t in product.parts.items()}
+    reader.load_into(placements, prefixes=[PREFIX])
+    for product in products:
+        product.finish()
+    return model
+
+
+class _ResidualQuery:
+    """``*_res_norm.weight`` and ``*_res_proj.weight``, of which only the product is kept."""
+
+    def __init__(self, read: ReadWeights, path: str) -> None:
+        self.query = read.query
+        self.parts: dict[str, torch.Tensor] = {}
+        if read.query is not None:
+            self.norm = torch.empty_like(read.query)
+            self.proj = torch.empty_like(read.query).unsqueeze(0)
+            self.parts = {f"{path}_norm.weight": self.norm, f"{path}_proj.weight": self.proj}
+
+    def finish(self) -> None:
+        if self.query is not None:
+            self.query.copy_(self.norm * self.proj[0])
+
+
+def _layers(model: K3Model) -> list[Layer]:
+    return [layer for layer in model.layers if isinstance(layer, Layer)]
+
+
+def _reads(model: K3Model) -> Iterator[tuple[ReadWeights, str]]:
+    """Every read of the stream and where its mixture lies in the checkpoint."""
+    for i, layer in enumerate(_layers(model)):
+        yield layer.attn_read, f"model.layers.{i}.self_attention_res"
+        yield layer.mlp_read, f"model.layers.{i}.mlp_res"
+    yield model.final_read, "model.output_attn_res"
+
+
+def _targets(model: K3Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """All other tensors."""
+    yield "model.embed_tokens.weight", model.embedding
+    for i, layer in enumerate(_layers(model)):
+        path = f"model.layers.{i}"
+        yield f"{path}.input_layernorm.weight", layer.attn_read.norm
+        yield f"{path}.post_attention_layernorm.weight", layer.mlp_read.norm
+        if isinstance(layer.attn, KimiDeltaAttention):
+            yield from _kda(layer.attn, f"{path}.self_attn")
+        else:
+            yield from _mla(layer.attn, f"{path}.self_attn")
+        if isinstance(layer.mlp, LatentMoE):
+            yield from _moe(layer.mlp, f"{path}.block_sparse_moe")
+        else:
+            yield from _gated_mlp(layer.mlp, f"{path}.mlp")
+    yield "model.norm.weight", model.final_read.norm
+    yield "lm_head.weight", model.head.weight
+
+
+def _kda(layer: KimiDeltaAttention, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    width = layer.heads * layer.head
+    full_rank = isinstance(layer.gate_b, torch.nn.Identity)
+    _, gate, rank, heads = layer.splits
+    rows = layer.in_proj.weight.split([width, width, width, gate, rank, heads])
+    names = ("q_proj", "k_proj", "v_proj", "g_proj" if full_rank else "g_a_proj", "f_a_proj")
+    for name, view in zip((*names, "b_proj"), rows, strict=True):
+        yield f"{path}.{name}.weight", view
+    yield f"{path}.f_b_proj.weight", layer.decay_b.weight
+    if isinstance(layer.gate_b, torch.nn.Linear):
+        yield f"{path}.g_b_proj.weight", layer.gate_b.weight
+    for name, view in zip("qkv", layer.conv.unsqueeze(1).split(width), strict=True):
+        yield f"{path}.{name}_conv1d.weight", view
+    yield f"{path}.A_log", layer.a_log
+    yield f"{path}.dt_bias", layer.dt_bias
+    yield f"{path}.o_norm.weight", layer.o_norm
+    yield f"{path}.o_proj.weight", layer.o_proj.weight
+
+
+def _mla(layer: MultiHeadLatentAttention, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    query, latent, shared, gate = layer.splits
+    q_rows, kv_rows, gate_rows = layer.in_proj.weight.split([query, latent + shared, gate])
+    if isinstance(layer.query, LowRankQuery):
+        yield f"{path}.q_a_proj.weight", q_rows
+        yield f"{path}.q_a_layernorm.weight", layer.query.norm.weight
+        yield f"{path}.q_b_proj.weight", layer.query.expand.weight
+    else:
+        yield f"{path}.q_proj.weight", q_rows
+    yield f"{path}.kv_a_proj_with_mqa.weight", kv_rows
+    yield f"{path}.kv_a_layernorm.weight", layer.kv_norm.weight
+    yield f"{path}.kv_b_proj.weight", layer.kv_b.flatten(0, 1)
+    if gate:
+        yield f"{path}.g_proj.weight", gate_rows
+    yield f"{path}.o_proj.weight", layer.o_proj.weight
+
+
+def _moe(layer: LatentMoE, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield f"{path}.gate.weight", layer.router
+    yield f"{path}.gate.e_score_correction_bias", layer.router_bias
+    if isinstance(layer.latent_down, torch.nn.Linear):
+        yield f"{path}.routed_expert_down_proj.weight", layer.latent_down.weight
+    if isinstance(layer.latent_up, torch.nn.Linear):
+        yield f"{path}.routed_expert_up_proj.weight", layer.latent_up.weight
+    if isinstance(layer.latent_norm, RMSNorm):
+        yield f"{path}.routed_expert_norm.weight", layer.latent_norm.weight
+    for e in range(layer.w13.shape[0]):
+        gate, up = layer.w13[e].chunk(2)
+        yield f"{path}.experts.{e}.w1.weight", gate
+        yield f"{path}.experts.{e}.w3.weight", up
+        yield f"{path}.experts.{e}.w2.weight", layer.w2[e]
+    yield from _gated_mlp(layer.shared, f"{path}.shared_experts")
+
+
+def _gated_mlp(layer: GatedMLP, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    gate, up = layer.gate_up.weight.chunk(2)
+    yield f"{path}.gate_proj.weight", gate
+    yield f"{path}.up_proj.weight", up
+    yield f"{path}.down_proj.weight", layer.down.weight
