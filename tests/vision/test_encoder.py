@@ -1,0 +1,118 @@
+"""The encoder: order, duplicates, cache, independence of the batch."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from k3vl.errors import ShapeError
+from k3vl.types import EncoderItem
+from k3vl.vision.cache import EncoderCache
+from k3vl.vision.encoder import VisionEncoder
+from tests.vision.tiny_vision import TINY, pixels, tiny_models
+
+
+def item(*grid: int, seed: int = 0) -> EncoderItem:
+    patches = pixels(grid, seed=seed).numpy()
+    patches.flags.writeable = False
+    digest = hashlib.sha256(repr(grid).encode() + patches.tobytes()).hexdigest()
+    return EncoderItem(digest, patches, grid, grid[1] * grid[2] // 4)
+
+
+ITEMS = [
+    item(1, 2, 2),
+    item(1, 4, 6, seed=1),
+    item(4, 2, 4, seed=2),
+    item(1, 2, 2),
+    item(1, 4, 6, seed=3),
+    item(2, 6, 4, seed=4),
+]
+
+
+class CountingTower(torch.nn.Module):
+    """Passes on to a real tower and notes the grids of every call."""
+
+    def __init__(self, tower: torch.nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+        self.calls: list[list[tuple[int, int, int]]] = []
+
+    def forward(self, patches, grids):
+        self.calls.append(list(grids))
+        return self.tower(patches, grids)
+
+
+def counting_encoder(**options) -> tuple[VisionEncoder, CountingTower]:
+    tower, projector = tiny_models()
+    counting = CountingTower(tower)
+    return VisionEncoder(counting, projector, **options), counting
+
+
+def alone(one: EncoderItem) -> torch.Tensor:
+    tower, projector = tiny_models()
+    return projector(tower(torch.tensor(one.patches), [one.grid_thw]))
+
+
+def test_features_come_in_the_order_of_the_items():
+    encoder, _ = counting_encoder()
+    for one, rows in zip(ITEMS, encoder.encode(ITEMS), strict=True):
+        assert rows.shape == (one.num_tokens, TINY.text_hidden_size)
+        assert torch.equal(rows, alone(one))
+
+
+@pytest.mark.parametrize("limit", [1, 24, 50, 10_000])
+def test_batches_agree_with_lone_items(limit):
+    encoder, tower = counting_encoder(max_patches_per_batch=limit)
+    for one, rows in zip(ITEMS, encoder.encode(ITEMS), strict=True):
+        torch.testing.assert_close(rows, alone(one), atol=1e-5, rtol=1e-5)
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+    for call in tower.calls:
+        assert len(call) == 1 or sum(t * h * w for t, h, w in call) <= limit
+    assert sum(len(call) for call in tower.calls) == 5
+
+
+def test_equal_digests_are_computed_once_and_shared():
+    encoder, tower = counting_encoder()
+    out = encoder.encode([ITEMS[0], ITEMS[1], ITEMS[3], ITEMS[0]])
+    assert len(tower.calls) == 2
+    assert out[0] is out[2] is out[3]
+
+
+def test_features_are_the_same_to_the_bit_with_and_without_cache_and_company():
+    plain, _ = counting_encoder()
+    cached, tower = counting_encoder(cache=EncoderCache(1 << 20))
+    first = cached.encode(ITEMS[2:4])
+    again = cached.encode(ITEMS)
+    without = plain.encode(ITEMS)
+    assert len(tower.calls) == 5
+    assert all(torch.equal(a, b) for a, b in zip(again, without, strict=True))
+    assert first[0] is again[2]
+    cached.cache.check_integrity()
+
+
+def test_a_cache_too_small_for_the_call_changes_no_answer():
+    one_item = ITEMS[1].num_tokens * TINY.text_hidden_size * 4
+    encoder, tower = counting_encoder(cache=EncoderCache(one_item))
+    for _ in range(2):
+        for one, rows in zip(ITEMS, encoder.encode(ITEMS), strict=True):
+            assert torch.equal(rows, alone(one))
+    assert len(tower.calls) > 5
+    assert encoder.cache.stats().evictions > 0
+    encoder.cache.check_integrity()
+
+
+def test_nothing_asked_nothing_done():
+    encoder, tower = counting_encoder()
+    assert encoder.encode([]) == []
+    assert tower.calls == []
+
+
+def test_an_item_that_contradicts_itself_is_named():
+    encoder, _ = counting_encoder()
+    wrong = EncoderItem("f" * 64, np.zeros((4, 3, 14, 14), dtype=np.uint8), (1, 2, 4), 2)
+    with pytest.raises(ShapeError, match="item ffffffffffff: 4 patches, grid 1x2x4, 2 tokens"):
+        encoder.encode([wrong])
+    miscounted = EncoderItem("e" * 64, np.zeros((8, 3, 14, 14), dtype=np.uint8), (1, 2, 4), 3)
+    with pytest.raises(ShapeError, match="3 tokens"):
+        encoder.encode([miscounted])
