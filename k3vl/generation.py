@@ -1,0 +1,133 @@
+"""One answer in the making: token ids in, events out, with stop strings and token counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from k3vl.errors import K3VLError
+from k3vl.types import Content, Finish, Reasoning
+from k3vl.xtml.parser import StreamParser
+from k3vl.xtml.tokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from k3vl.lm.backend import Token
+    from k3vl.types import Event, Request, Usage
+    from k3vl.xtml.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Cuts a stream of text at the first stop string; holds back what may become one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        """Start with nothing seen."""
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """More text; returns what is certain to stay, and whether a stop string was met."""
+        self._held += text
+        cuts = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if cuts:
+            return self._release(min(cuts)), True
+        return self._release(len(self._held) - self._longest_beginning()), False
+
+    def flush(self) -> str:
+        """The end of the text: what was held back stays."""
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        sure, self._held = self._held[:count], self._held[count:]
+        return sure
+
+    def _longest_beginning(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class Generation:
+    """Steps 5 and 6 of a request; ``done`` once the last event is out."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, usage: Usage) -> None:
+        """Start behind the prompt.
+
+        Args:
+            tokenizer: the checkpoint's.
+            request: its options say which channel the prompt opened.
+            usage: the prompt's share of the counts.
+        """
+        self.done = False
+        partial = bool(request.messages) and request.messages[-1].partial
+        self._thinking = request.options.thinking and not partial
+        self._parser = StreamParser(
+            thinking=self._thinking, tool_choice=request.options.tool_choice
+        )
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(request.sampling.stop)
+        self._usage = usage
+        self._completion = 0
+        self._reasoning = 0
+
+    def feed(self, item: Token | K3VLError) -> list[Event]:
+        """Take what the backend delivered.
+
+        Raises:
+            K3VLError: the backend's error, as it came.
+        """
+        if isinstance(item, K3VLError):
+            self.done = True
+            raise item
+        events: list[Event] = []
+        if item.id is not None:
+            self._completion += 1
+            self._reasoning += self._thinking
+            events = self._through_stops(self._parser.feed(self._detokenizer.feed(item.id)))
+        if item.finish is not None and not self.done:
+            events += self._through_stops(self._parser.feed(self._detokenizer.flush()))
+        if item.finish is not None and not self.done:
+            events += self._finish(item.finish)
+        return events
+
+    def _through_stops(self, events: Iterable[Event]) -> list[Event]:
+        """Pass events on until a stop string ends the content."""
+        passed: list[Event] = []
+        for event in events:
+            self._thinking = self._thinking and isinstance(event, Reasoning)
+            if not isinstance(event, Content):
+                passed += self._held_content() if not isinstance(event, Reasoning) else []
+                passed.append(event)
+                continue
+            text, stopped = self._stops.feed(event.text)
+            if text or event.replaces_reasoning:
+                passed.append(replace(event, text=text))
+            if stopped:
+                return passed + self._finish("stop")
+        return passed
+
+    def _held_content(self) -> list[Event]:
+        held = self._stops.flush()
+        return [Content(held)] if held else []
+
+    def _finish(self, reason: str) -> list[Event]:
+        """The parser's last events, with the counts on the very last."""
+        self.done = True
+        last = self._parser.flush("length" if reason == "length" else "stop")
+        usage = replace(
+            self._usage, completion_tokens=self._completion, reasoning_tokens=self._reasoning
+        )
+        events: list[Event] = []
+        for event in last:
+            if isinstance(event, Finish):
+                events += self._held_content()
+                event = replace(event, usage=usage)
+            elif isinstance(event, Content):
+                text, _ = self._stops.feed(event.text)
+                event = replace(event, text=text)
+            events.append(event)
+        return events

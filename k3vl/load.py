@@ -1,0 +1,121 @@
+"""From a checkpoint directory to a running pipeline with the embedded engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+import torch
+
+from k3vl.checkpoint import CheckpointReader
+from k3vl.config import load_config, load_media_config
+from k3vl.errors import ConfigError
+from k3vl.lm.engine import Engine, EngineConfig
+from k3vl.lm.local import LocalBackend
+from k3vl.lm.weights import PREFIX, load_model
+from k3vl.types import ChatOptions
+from k3vl.vision.cache import EncoderCache
+from k3vl.vision.encoder import VisionEncoder
+from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
+from k3vl.vision.processor import MediaProcessor
+from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
+from k3vl.vision.weights import VISION_PREFIXES, load_vision
+from k3vl.xtml.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from k3vl.pipeline import Pipeline
+
+    _P = TypeVar("_P", bound=Pipeline)
+
+DEMO_CHECKPOINT = Path(__file__).parent / "demo" / "checkpoint"
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+
+
+def checkpoint_path(checkpoint: str | Path) -> Path:
+    """The directory behind a ``--model`` value: ``demo`` or a path."""
+    return DEMO_CHECKPOINT if checkpoint == "demo" else Path(checkpoint)
+
+
+def load_pipeline(
+    cls: type[_P],
+    checkpoint: str | Path,
+    *,
+    device: Device = "auto",
+    engine: EngineConfig | None = None,
+    encoder_cache_bytes: int = 256 * 2**20,
+    limits: MediaLimits = DEFAULT_LIMITS,
+    policy: FetchPolicy = DEFAULT_POLICY,
+) -> _P:
+    """Build a pipeline of class ``cls``.
+
+    Args:
+        cls: :class:`Pipeline`.
+        checkpoint: a directory, or ``demo``.
+        device: ``auto`` takes a CUDA device where there is one. Weights are bfloat16 there and
+            float32 on a CPU, where bfloat16 products are many times slower.
+        engine: limits of the embedded engine.
+        encoder_cache_bytes: memory for media features; 0 switches the cache off.
+        limits: what one media part may cost.
+        policy: what may be fetched.
+
+    Raises:
+        ConfigError: the directory or its configuration is not usable, or there is no such device.
+        WeightError: the tensors are not.
+    """
+    directory = checkpoint_path(checkpoint)
+    config, media = load_config(directory), load_media_config(directory)
+    defaults = load_chat_defaults(directory)
+    tokenizer = load_tokenizer(directory)
+    where, dtype = _choose_device(device)
+    reader = CheckpointReader(directory)
+    reader.require_only([PREFIX, *VISION_PREFIXES])
+    tower, projector = load_vision(reader, config.vision, media, dtype=dtype, device=where)
+    model = load_model(reader, config.text, dtype=dtype, device=where)
+    cache = EncoderCache(encoder_cache_bytes) if encoder_cache_bytes else None
+    encoder = VisionEncoder(tower, projector, cache=cache)
+    stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
+    backend = LocalBackend(Engine(model, encoder, engine or EngineConfig(), stop_ids=stop_ids))
+    return cls(
+        processor=MediaProcessor(media, limits=limits, policy=policy),
+        tokenizer=tokenizer,
+        backend=backend,
+        media_pad_id=config.media_placeholder_token_id,
+        defaults=defaults,
+        name=str(checkpoint),
+    )
+
+
+def load_chat_defaults(directory: Path) -> ChatOptions:
+    """Chat options that a checkpoint asks for in ``generation_config.json``, if it does.
+
+    ``chat_template_kwargs`` holds them, under the names that servers take them by: ``thinking``
+    (bool) and ``thinking_effort``. Without it K3's own defaults hold: thinking, effort ``max``.
+
+    Raises:
+        ConfigError: the file is not what it should be.
+    """
+    path = directory / "generation_config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        data = {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read ({type(exc).__name__})") from exc
+    kwargs = data.get("chat_template_kwargs", {}) if isinstance(data, dict) else None
+    if not isinstance(kwargs, dict):
+        raise ConfigError(f"{path}: chat_template_kwargs must be an object")
+    thinking = kwargs.get("thinking", True)
+    effort = kwargs.get("thinking_effort", "max" if thinking else None)
+    if not isinstance(thinking, bool) or not (effort is None or isinstance(effort, str)):
+        raise ConfigError(f"{path}: thinking must be true or false, thinking_effort a string")
+    return ChatOptions(thinking=thinking, thinking_effort=effort)
+
+
+def _choose_device(device: Device) -> tuple[torch.device, torch.dtype]:
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device cuda: torch sees no CUDA device")
+    if device == "cpu" or not available:
+        return torch.device("cpu"), torch.float32
+    return torch.device("cuda"), torch.bfloat16

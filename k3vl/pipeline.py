@@ -1,0 +1,367 @@
+"""Messages in, events out: read this file first.
+
+The way of a request, in six steps:
+
+1. the media of the messages are fetched, decoded and cut into patches     ``vision.processor``
+2. messages and media layouts are written in K3's chat format               ``xtml.render``
+3. every segment is tokenised on its own; runs of pads become media spans   ``xtml.tokenizer``
+4. the backend encodes the media, prefills and decodes                      ``lm.backend``
+5. token ids become text and control pieces                                 ``xtml.tokenizer``
+6. pieces become typed events: reasoning, content, tool calls, finish       ``xtml.parser``
+
+This is the only place where ``vision``, ``xtml`` and ``lm`` meet. Every front end renders the same
+events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
+
+from k3vl.errors import K3VLError, MediaError
+from k3vl.generation import Generation
+from k3vl.types import (
+    ChatOptions,
+    MediaPart,
+    MediaSpan,
+    Message,
+    Prompt,
+    Request,
+    SamplingParams,
+    TextPart,
+    Usage,
+)
+from k3vl.xtml.messages import parse_messages, parse_tools
+from k3vl.xtml.parser import collect
+from k3vl.xtml.render import media_parts, render
+from k3vl.xtml.tokenizer import encode, media_spans
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from k3vl.lm.backend import Backend, Token
+    from k3vl.types import Event, FinishReason, ProcessedMedia, ToolCall
+    from k3vl.vision.processor import MediaProcessor
+    from k3vl.xtml.tokenizer import Tokenizer
+
+    Messages = str | Sequence[Message] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request that only the language model has not seen yet.
+
+    Attributes:
+        request: what was asked.
+        prompt: token ids and media spans.
+        media: one per media part, in the order of the prompt.
+        usage: the prompt's share of the counts.
+    """
+
+    request: Request
+    prompt: Prompt
+    media: tuple[ProcessedMedia, ...]
+    usage: Usage
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was repaired or ignored in the media."""
+        return tuple(warning for media in self.media for warning in media.warnings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A whole answer."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    finish: FinishReason
+    usage: Usage
+    warnings: tuple[str, ...] = ()
+
+
+class Pipeline:
+    """Everything between chat messages and the events of an answer.
+
+    One instance serves any number of threads and event loops at once. Use it as a context manager,
+    or call :meth:`close`.
+
+    Example:
+        >>> with Pipeline.load() as pipeline:
+        ...     picture = MediaPart("image", Path("cat.png"))
+        ...     message = Message(role="user", parts=(picture, TextPart("What is this?")))
+        ...     print(pipeline.reply([message]).content)
+    """
+
+    def __init__(
+        self,
+        *,
+        processor: MediaProcessor,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        media_pad_id: int,
+        defaults: ChatOptions,
+        name: str,
+    ) -> None:
+        """Join the three worlds.
+
+        Args:
+            processor: prepares media.
+            tokenizer: the checkpoint's.
+            backend: runs the language model.
+            media_pad_id: ``media_placeholder_token_id`` of config.json.
+            defaults: chat options of requests that bring none.
+            name: how the model is called in results.
+        """
+        self.processor = processor
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self.media_pad_id = media_pad_id
+        self.defaults = defaults
+        self.name = name
+
+    @classmethod
+    def load(cls, checkpoint: str | Path = "demo", **settings: Any) -> Self:
+        """Open a checkpoint directory with the embedded engine.
+
+        Args:
+            checkpoint: a directory, or ``demo`` for the small model that comes with the package.
+            settings: see :func:`k3vl.load.load_pipeline`.
+
+        Raises:
+            ConfigError: the directory or its configuration is not usable.
+            WeightError: the tensors are not.
+        """
+        from k3vl.load import load_pipeline
+
+        return load_pipeline(cls, checkpoint, **settings)
+
+    def __enter__(self) -> Self:
+        """Nothing to do; the pipeline is ready."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the backend."""
+        self.close()
+
+    def close(self) -> None:
+        """Cancel everything and release the model."""
+        self.backend.close()
+
+    # ------------------------------------------------------------------ asking
+
+    def request(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Request:
+        """Make a request of a user's text, typed messages, or OpenAI-style mappings.
+
+        Raises:
+            TemplateError: a mapping is not a message; ``param`` says where.
+        """
+        if isinstance(messages, str):
+            messages = (Message(role="user", parts=(TextPart(messages),)),)
+        if not all(isinstance(message, Message) for message in messages):
+            messages = parse_messages(messages)
+        return Request(
+            messages=tuple(m for m in messages if isinstance(m, Message)),
+            tools=parse_tools(list(tools)),
+            options=options or self.defaults,
+            sampling=sampling or SamplingParams(),
+        )
+
+    def prepare(self, request: Request) -> Prepared:
+        """Steps 1 to 3: from messages to token ids and media spans.
+
+        Raises:
+            MediaError: a media part cannot be used; ``param`` says which.
+            TemplateError: the chat format cannot express the conversation.
+        """
+        media = tuple(self._process(where, part) for where, part in media_parts(request.messages))
+        layouts = [item.layout for item in media]
+        segments = render(
+            request.messages, tools=request.tools, options=request.options, media=layouts
+        )
+        token_ids = tuple(encode(segments, self.tokenizer))
+        offsets = media_spans(token_ids, self.media_pad_id, layouts)
+        items = [item for part in media for item in part.items]
+        spans = tuple(
+            MediaSpan(offset, item) for (offset, _), item in zip(offsets, items, strict=True)
+        )
+        return Prepared(
+            request=request,
+            prompt=Prompt(token_ids, spans),
+            media=media,
+            usage=Usage(
+                prompt_tokens=len(token_ids) - _num_uncounted(request),
+                image_tokens=_count_tokens(media, "image"),
+                video_tokens=_count_tokens(media, "video"),
+            ),
+        )
+
+    def _process(self, where: str, part: MediaPart) -> ProcessedMedia:
+        """Step 1 for one part; errors say which one."""
+        try:
+            return self.processor.process(part)
+        except MediaError as exc:
+            raise MediaError(f"{where}: {exc}", param=where, code=exc.code) from exc
+
+    # ------------------------------------------------------------------ answering
+
+    async def stream(
+        self,
+        messages: Messages | Request,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> AsyncIterator[Event]:
+        """Answer, event by event; closing the iterator cancels the generation.
+
+        Raises:
+            K3VLError: whatever went wrong, at the point where it did.
+        """
+        request = self._as_request(messages, tools, options, sampling)
+        prepared = await asyncio.to_thread(self.prepare, request)
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Token | K3VLError] = asyncio.Queue()
+
+        def sink(item: Token | K3VLError) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+        generation, request_id = self._begin(prepared, sink)
+        try:
+            while not generation.done:
+                for event in generation.feed(await inbox.get()):
+                    yield event
+        finally:
+            self.backend.cancel(request_id)
+
+    def events(
+        self,
+        messages: Messages | Request,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Iterator[Event]:
+        """As :meth:`stream`, for callers without an event loop."""
+        request = self._as_request(messages, tools, options, sampling)
+        return self._events(self.prepare(request))
+
+    def reply(
+        self,
+        messages: Messages | Request,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Reply:
+        """Answer as a whole.
+
+        Raises:
+            K3VLError: whatever went wrong.
+        """
+        request = self._as_request(messages, tools, options, sampling)
+        return self.complete(self.prepare(request))
+
+    def complete(self, prepared: Prepared) -> Reply:
+        """Steps 4 to 6 for a prepared request, as a whole."""
+        events = list(self._events(prepared))
+        answer = collect(events)
+        finish = events[-1]
+        assert answer.finish is not None
+        usage = getattr(finish, "usage", None) or prepared.usage
+        return Reply(
+            content=answer.content,
+            reasoning=answer.reasoning,
+            tool_calls=answer.tool_calls,
+            finish=answer.finish,
+            usage=usage,
+            warnings=prepared.warnings,
+        )
+
+    def replies(
+        self, requests: Iterable[Request], *, in_flight: int = 16
+    ) -> Iterator[Reply | K3VLError]:
+        """Answer many requests, in their order; media work overlaps generation.
+
+        At most ``in_flight`` requests are held at a time, so any number may be streamed through.
+        A request that fails yields its error in place of a reply and hurts no other.
+        """
+
+        def one(request: Request) -> Reply | K3VLError:
+            try:
+                return self.reply(request)
+            except K3VLError as exc:
+                return exc
+
+        rest = iter(requests)
+        with ThreadPoolExecutor(in_flight, thread_name_prefix="k3vl-reply") as pool:
+            pending = deque(pool.submit(one, request) for request in islice(rest, in_flight))
+            while pending:
+                yield pending.popleft().result()
+                pending.extend(pool.submit(one, request) for request in islice(rest, 1))
+
+    def _as_request(
+        self,
+        messages: Messages | Request,
+        tools: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None,
+        sampling: SamplingParams | None,
+    ) -> Request:
+        if not isinstance(messages, Request):
+            return self.request(messages, tools=tools, options=options, sampling=sampling)
+        if tools or options or sampling:
+            return replace(
+                messages,
+                tools=tuple(tools) or messages.tools,
+                options=options or messages.options,
+                sampling=sampling or messages.sampling,
+            )
+        return messages
+
+    def _begin(
+        self, prepared: Prepared, sink: Callable[[Token | K3VLError], None]
+    ) -> tuple[Generation, int]:
+        """Step 4: hand the prompt to the backend; steps 5 and 6 wait in the generation."""
+        generation = Generation(self.tokenizer, prepared.request, prepared.usage)
+        sampling = prepared.request.sampling
+        return generation, self.backend.submit(prepared.prompt, sampling, sink)
+
+    def _events(self, prepared: Prepared) -> Iterator[Event]:
+        inbox: queue.SimpleQueue[Token | K3VLError] = queue.SimpleQueue()
+        generation, request_id = self._begin(prepared, inbox.put)
+        try:
+            while not generation.done:
+                yield from generation.feed(inbox.get())
+        finally:
+            self.backend.cancel(request_id)
+
+
+def _num_uncounted(request: Request) -> int:
+    """The stub's channel opener is three tokens that Moonshot's API does not count as prompt."""
+    partial = bool(request.messages) and request.messages[-1].partial
+    return 3 if request.options.add_generation_prompt and not partial else 0
+
+
+def _count_tokens(media: Sequence[ProcessedMedia], kind: str) -> int:
+    """Feature tokens of one kind of media."""
+    return sum(
+        group.num_tokens
+        for item in media
+        if item.layout.kind == kind
+        for group in item.layout.groups
+    )

@@ -1,0 +1,110 @@
+"""Tiny K3 models that hold every kind of layer, with seeded weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from k3vl.config import LinearAttentionConfig, TextConfig
+from k3vl.lm.batch import Row, build_batch
+from k3vl.lm.cache import CacheSizes, HybridCache
+from k3vl.lm.model import K3Model
+
+CPU = torch.device("cpu")
+
+LINEAR = LinearAttentionConfig(
+    full_attn_layers=(2, 5),
+    kda_layers=(1, 3, 4),
+    num_heads=2,
+    head_dim=8,
+    short_conv_kernel_size=4,
+    gate_lower_bound=-5.0,
+    use_full_rank_gate=True,
+)
+
+TINY = TextConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=3,
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    linear_attn_config=LINEAR,
+    num_experts=6,
+    moe_intermediate_size=16,
+    num_shared_experts=2,
+    rms_norm_eps=1e-5,
+    q_lora_rank=10,
+    mla_use_nope=True,
+    mla_use_output_gate=True,
+    num_experts_per_token=2,
+    hidden_act="situ",
+    routed_expert_hidden_size=20,
+    latent_moe_use_norm=True,
+    attn_res_block_size=2,  # five layers: the last block is partial
+    max_position_embeddings=4096,
+)
+"""Every layer kind of K3: dense and MoE, KDA and MLA, three blocks of attention residuals."""
+
+KIMI_LINEAR = dataclasses.replace(
+    TINY,
+    linear_attn_config=dataclasses.replace(LINEAR, gate_lower_bound=None, use_full_rank_gate=False),
+    q_lora_rank=None,
+    mla_use_output_gate=False,
+    hidden_act="silu",
+    routed_expert_hidden_size=None,
+    latent_moe_use_norm=False,
+    attn_res_block_size=None,
+)
+"""The same geometry as Kimi-Linear: plain residuals, no latent, SiLU, low-rank gates."""
+
+
+def fill(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights with unit-scale activations; norms near one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith(("norm", "norm.weight")):
+                parameter.copy_(1 + 0.2 * noise)
+            elif parameter.dim() < 2:
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+
+
+def tiny_model(config: TextConfig = TINY, seed: int = 0) -> K3Model:
+    model = K3Model(config, dtype=torch.float32, device=CPU).eval().requires_grad_(False)
+    fill(model, seed)
+    return model
+
+
+class Runner:
+    """Feeds a model by hand: slots, pages and context lengths are the test's business."""
+
+    def __init__(self, model: K3Model, *, slots: int = 4, pages: int = 64, page_size: int = 16):
+        self.model, self.page_size = model, page_size
+        sizes = CacheSizes(num_slots=slots, num_pages=pages, page_size=page_size)
+        self.cache = HybridCache(model.config, sizes, dtype=torch.float32, device=CPU)
+
+    def run(self, rows: list[Row], *, all_logits: bool = False) -> torch.Tensor:
+        batch = build_batch(
+            rows,
+            page_size=self.page_size,
+            conv_width=self.model.config.linear_attn_config.short_conv_kernel_size,
+            device=CPU,
+        )
+        if all_logits:
+            every = torch.arange(batch.token_ids.shape[0])
+            batch = dataclasses.replace(batch, logit_rows=every)
+        return self.model(batch, self.cache)
+
+
+def tokens(count: int, seed: int = 0, vocab: int = TINY.vocab_size) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab, (count,), generator=generator).tolist()
