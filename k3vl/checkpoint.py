@@ -201,6 +201,11 @@ class _ShardFile(Protocol):
     def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there is a shard index or the only file; neither is opened."""
+    return (directory / INDEX_NAME).is_file() or (directory / SINGLE_NAME).is_file()
+
+
 class CheckpointReader:
     """The tensors of one checkpoint directory.
 
