@@ -57,6 +57,10 @@ JSON_SCHEMA_HEAD: Final = (
 )
 
 
+RENDERED_ROLES = ("system", "user", "assistant", "tool")
+"""Messages of any other role are dropped without an error, as in the release."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePrompts:
     """The released encoder's own way of taking pictures: a ready string for each.
@@ -109,7 +113,7 @@ def render(
         writer.internal("response-format", body)
     if unfinished is not None:
         where = f"messages[{len(messages) - 1}]"
-        writer.open("message", role="assistant", name=unfinished.name)
+        writer.open("message", role="assistant", name=unfinished.name or None)
         _write_reasoning(writer, unfinished, thinking=options.thinking)
         writer.open("response")
         writer.parts(unfinished, where)
@@ -295,7 +299,7 @@ def _write_conversation(writer: _Writer, messages: Sequence[Message], *, thinkin
         where = f"messages[{index}]"
         if message.role == "assistant":
             calls, num_results = message.tool_calls, 0
-            writer.open("message", role="assistant", name=message.name)
+            writer.open("message", role="assistant", name=message.name or None)
             _write_reasoning(writer, message, thinking=thinking)
             writer.open("response")
             writer.parts(message, where)
@@ -321,7 +325,7 @@ def _write_conversation(writer: _Writer, messages: Sequence[Message], *, thinkin
             body = _tool_body(NEW_TOOLS_HEAD, message.tools, f"{where}.tools")
             writer.internal("tool-declare", body)
         elif message.role in ("system", "user"):
-            writer.open("message", role=message.role, name=message.name)
+            writer.open("message", role=message.role, name=message.name or None)
             writer.parts(message, where)
             writer.end_message()
 
@@ -350,6 +354,22 @@ def order_results(messages: Sequence[Message]) -> list[tuple[int, Message]]:
                 if call.id is not None:
                     table.setdefault(call.id, (position, call.name))
     return ordered + _sorted_run(run, table)
+
+
+def media_parts(messages: Sequence[Message]) -> list[tuple[str, MediaPart]]:
+    """Every media part that :func:`render` will ask a layout for, in that order.
+
+    Returns:
+        (place in the request, part); messages that K3's format drops are left out, and tool
+        results come in the order of the calls that they answer.
+    """
+    return [
+        (f"messages[{index}].content[{position}]", part)
+        for index, message in order_results(messages)
+        if message.role in RENDERED_ROLES and not (message.role == "system" and message.tools)
+        for position, part in enumerate(message.parts)
+        if isinstance(part, MediaPart)
+    ]
 
 
 def _sorted_run(
