@@ -202,8 +202,17 @@ class _ShardFile(Protocol):
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there is a shard index or the only file; neither is opened."""
-    return (directory / INDEX_NAME).is_file() or (directory / SINGLE_NAME).is_file()
+    """Whether there is a shard index or the only file; neither is opened.
+
+    Raises:
+        WeightError: there is no such directory, or it cannot be looked into.
+    """
+    try:
+        if not directory.is_dir():
+            raise WeightError(f"{directory}: no such directory")
+        return any((directory / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
+    except OSError as exc:
+        raise WeightError(f"{directory}: cannot be read ({type(exc).__name__})") from exc
 
 
 class CheckpointReader:
@@ -276,21 +285,18 @@ class CheckpointReader:
     # ------------------------------------------------------------------ files
 
     def _read_shards(self) -> dict[str, str]:
-        if not self.directory.is_dir():
-            raise WeightError(f"{self.directory}: no such directory")
+        if not has_weights(self.directory):
+            raise WeightError(
+                f"{self.directory}: no weights (neither {INDEX_NAME} nor {SINGLE_NAME})"
+            )
         index = self.directory / INDEX_NAME
         try:
-            text = index.read_text(encoding="utf-8")
+            return _parse_index(index.read_text(encoding="utf-8"), index)
         except FileNotFoundError:
-            if not (self.directory / SINGLE_NAME).is_file():
-                raise WeightError(
-                    f"{self.directory}: no weights (neither {INDEX_NAME} nor {SINGLE_NAME})"
-                ) from None
             with self._open(SINGLE_NAME) as file:
                 return dict.fromkeys(file.keys(), SINGLE_NAME)
         except (OSError, UnicodeDecodeError) as exc:
             raise WeightError(f"{index}: cannot be read ({type(exc).__name__})") from exc
-        return _parse_index(text, index)
 
     def _specs(self, names: Mapping[str, str]) -> dict[str, TensorSpec]:
         by_shard: dict[str, list[str]] = {}
@@ -304,7 +310,7 @@ class CheckpointReader:
                 if lost := [name for name in by_shard[shard] if name not in held]:
                     raise WeightError(f"{path}: {_listed(lost)} missing, though the index names it")
                 if extra := [name for name in held if self.shards.get(name) != shard]:
-                    raise WeightError(f"{path}: {_listed(sorted(extra))} not in the index")
+                    raise WeightError(f"{path}: {_listed(sorted(extra))} left over, by the index")
                 for name in by_shard[shard]:
                     specs[name] = _spec(file.get_slice(name), name, path)
         return specs

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from k3vl.checkpoint import CheckpointReader, has_weights, logical_tensors
-from k3vl.errors import WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,8 +137,6 @@ def summarise_checkpoint(
     Raises:
         WeightError: the index or a header cannot be read, or an encoding does not fit together.
     """
-    if not directory.is_dir():
-        raise WeightError(f"{directory}: no such directory")
     present = has_weights(directory)
     specs = CheckpointReader(directory).specs() if present else expected
     found = logical_tensors(specs)

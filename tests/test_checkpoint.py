@@ -227,6 +227,11 @@ def test_missing_directory_and_missing_weights(tmp_path):
         CheckpointReader(tmp_path)
 
 
+def test_directory_that_cannot_be_looked_into(tmp_path):
+    with pytest.raises(WeightError, match=r"cannot be read \(OSError\)"):
+        CheckpointReader(tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize("keep", [0, 4, 60, -1])
 def test_truncated_file_is_named(tmp_path, keep):
     written(tmp_path, encoded_tensors())
@@ -271,7 +276,7 @@ def test_tensors_that_the_index_hides_are_named(tmp_path):
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     del index["weight_map"]["b"]
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(WeightError, match=r"1 tensor \(b\) not in the index"):
+    with pytest.raises(WeightError, match=r"1 tensor \(b\) left over, by the index"):
         CheckpointReader(tmp_path).specs()
 
 
