@@ -18,7 +18,7 @@ from k3vl.lm.sampler import Sampler, check_sampling
 from k3vl.lm.scheduler import Scheduler, Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -189,20 +189,32 @@ class Engine:
                 for span in _overlapping(job.prompt, sequence.num_cached, count)
                 if span.offset not in job.features
             ]
-        if not wanted:
-            return set()
+        failed: set[int] = set()
+        for job, span, features in self._encode_each(wanted):
+            if not isinstance(features, BackendError):
+                job.features[span.offset] = features
+            elif job.sequence.id not in failed:
+                failed.add(job.sequence.id)
+                self._fail(job, features)
+        return failed
+
+    def _encode_each(
+        self, wanted: list[tuple[Job, MediaSpan]]
+    ) -> Iterator[tuple[Job, MediaSpan, torch.Tensor | BackendError]]:
+        """Features of every span; when the joint call fails, each is tried alone."""
         try:
-            encoded = self.encoder.encode([span.item for _, span in wanted])
+            encoded = self.encoder.encode([span.item for _, span in wanted]) if wanted else []
         except Exception as exc:  # noqa: BLE001 - one request's media must not end the others
-            error = BackendError(f"the vision tower failed ({type(exc).__name__})")
-            error.__cause__ = exc
-            failed = {job.sequence.id for job, _ in wanted}
-            for request_id in failed:
-                self._fail(self.jobs[request_id], error)
-            return failed
-        for (job, span), features in zip(wanted, encoded, strict=True):
-            job.features[span.offset] = features
-        return set()
+            if len(wanted) == 1:
+                error = BackendError(f"the vision tower failed ({type(exc).__name__})")
+                error.__cause__ = exc
+                yield (*wanted[0], error)
+                return
+            for pair in wanted:
+                yield from self._encode_each([pair])
+        else:
+            for (job, span), features in zip(wanted, encoded, strict=True):
+                yield job, span, features
 
     def _row(self, job: Job, count: int) -> Row:
         """The part of a step that belongs to one request."""

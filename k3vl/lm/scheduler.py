@@ -2,7 +2,8 @@
 
 No tensors, no device, no clock: a plan is a mapping from request to token count. A request is
 admitted when a KDA slot and all the pages it can ever need are free, so an admitted request always
-finishes and nothing has to be preempted. Admission is in order of arrival.
+finishes and nothing has to be preempted. Admission is in order of arrival; a running request that
+a step has no room for goes first in the next.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Step:
 
     Attributes:
         admitted: sequences that enter with this step, in order.
-        tokens: (sequence, token count); those that decode come first.
+        tokens: (sequence, token count); those of one token come first.
     """
 
     admitted: tuple[Sequence, ...] = ()
@@ -84,6 +85,7 @@ class Scheduler:
     prefill_chunk: int
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
     slots: Pool = field(init=False)
     pages: Pool = field(init=False)
 
@@ -120,20 +122,22 @@ class Scheduler:
         """Admit what fits and choose the tokens of the next step; empty when nothing is left."""
         admitted = self._admit()
         budget = self.max_step_tokens
-        decode, prefill = [], []
-        for sequence in self.running:
-            if sequence.is_decoding and budget:
-                decode.append((sequence, 1))
-                budget -= 1
-        for sequence in self.running:
-            if not sequence.is_decoding and budget:
-                count = min(sequence.num_pending, self.prefill_chunk, budget)
-                prefill.append((sequence, count))
+        tokens: list[tuple[Sequence, int]] = []
+        left_out: set[int] = set()
+        for sequence in sorted(self.running, key=self._urgency):
+            count = min(sequence.num_pending, self.prefill_chunk, budget)
+            if count:
+                tokens.append((sequence, count))
                 budget -= count
-        self._rotate([sequence for sequence, _ in decode])
-        # One-token prefills lead the batch, where they run as decode steps.
-        prefill.sort(key=lambda pair: pair[1] != 1)
-        return Step(admitted=tuple(admitted), tokens=tuple(decode + prefill))
+            else:
+                left_out.add(sequence.id)
+        self.left_out = left_out
+        tokens.sort(key=lambda pair: pair[1] != 1)  # rows of one token lead the batch
+        return Step(admitted=tuple(admitted), tokens=tuple(tokens))
+
+    def _urgency(self, sequence: Sequence) -> tuple[bool, bool]:
+        """Whom the last step had no room for, then who decodes, then the rest by arrival."""
+        return (sequence.id not in self.left_out, not sequence.is_decoding)
 
     def finish(self, sequence: Sequence) -> None:
         """Free what a sequence holds, wherever it is in its life."""
@@ -165,10 +169,3 @@ class Scheduler:
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
-
-    def _rotate(self, served: list[Sequence]) -> None:
-        """When a step cannot hold every decoding sequence, those left out come first next time."""
-        decoding = sum(sequence.is_decoding for sequence in self.running)
-        if len(served) < decoding:
-            chosen = {sequence.id for sequence in served}
-            self.running.sort(key=lambda sequence: sequence.id in chosen)
