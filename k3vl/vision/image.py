@@ -180,10 +180,10 @@ def check_pixels(size: tuple[int, int], limits: MediaLimits) -> None:
     """Refuse by the header's size, before a raster byte is touched."""
     width, height = size
     if width < 1 or height < 1:
-        raise MediaError(f"the picture's size {width}x{height} is empty", code="image_corrupt")
+        raise MediaError(f"the picture's size {width} x {height} is empty", code="image_corrupt")
     if width * height > limits.max_image_pixels:
         raise MediaError(
-            f"{width}x{height} is {width * height} pixels, at most {limits.max_image_pixels} are "
+            f"{width} x {height} is {width * height} pixels, at most {limits.max_image_pixels} are "
             "accepted",
             code="image_too_large",
         )

@@ -90,7 +90,7 @@ def frame_patch_limit(config: MediaConfig, num_frames: int) -> int:
 def _plan(width: int, height: int, config: MediaConfig, patch_limit: int) -> ResizePlan:
     """The released rule; ``int`` truncates, the budget bounds the patches before padding."""
     if width < 1 or height < 1:
-        raise MediaError(f"the size {width}x{height} is not positive", code="size_invalid")
+        raise MediaError(f"the size {width} x {height} is not positive", code="size_invalid")
     patch = config.patch_size
     side = config.patch_limit_on_one_side * patch
     budget = math.sqrt(patch_limit / (max(1.0, width // patch) * max(1.0, height // patch)))
@@ -103,7 +103,7 @@ def _plan(width: int, height: int, config: MediaConfig, patch_limit: int) -> Res
     columns, rows = (new_width + pad_width) // patch, (new_height + pad_height) // patch
     if max(columns, rows) > config.patch_limit_on_one_side:
         raise MediaError(
-            f"{width}x{height} needs {rows}x{columns} patches, a side may have "
+            f"{width} x {height} needs {rows} x {columns} patches, a side may have "
             f"{config.patch_limit_on_one_side}",
             code="size_unsupported",
         )

@@ -199,7 +199,7 @@ def _image_warnings(loaded: LoadedImage) -> tuple[str, ...]:
     """The loader's, and a remark on pictures that hold next to nothing."""
     if min(loaded.width, loaded.height) >= 14:
         return loaded.warnings
-    return (*loaded.warnings, f"very small picture, {loaded.width}x{loaded.height} pixels")
+    return (*loaded.warnings, f"very small picture, {loaded.width} x {loaded.height} pixels")
 
 
 # ---------------------------------------------------------------------- pixels

@@ -234,7 +234,7 @@ def _fetch(url: str, kind: MediaKind, policy: FetchPolicy) -> bytes:
         body_or_location = _hop(parts, kind, policy, deadline)
         if isinstance(body_or_location, bytes):
             return body_or_location
-        following = _parse_http(urljoin(parts.geturl(), body_or_location), kind)
+        following = _parse_http(body_or_location, kind, base=parts.geturl())
         if parts.scheme == "https" and following.scheme == "http":
             raise MediaError(f"{kind}: redirected from https to http", code="url_forbidden")
         if following.scheme not in policy.schemes:
@@ -247,13 +247,13 @@ def _failed(kind: MediaKind, why: str) -> MediaError:
     return MediaError(f"{kind}: fetch failed: {why}", code=f"{kind}_fetch_failed")
 
 
-def _parse_http(url: str, kind: MediaKind) -> SplitResult:
+def _parse_http(url: str, kind: MediaKind, base: str = "") -> SplitResult:
     """Split a URL with the one parser used for the check and for the connection."""
     bad = MediaError(f"{kind}: the URL is not valid", code="url_invalid")
     if "\\" in url or any(c.isspace() or not c.isprintable() for c in url):
         raise bad
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(urljoin(base, url))
         host, _ = parts.hostname, parts.port
     except ValueError:
         raise bad from None

@@ -283,7 +283,7 @@ class ContainerClip:
         width, height = best.codec_context.width, best.codec_context.height
         if width * height > self._limits.max_frame_pixels:
             raise MediaError(
-                f"frames of {width}x{height} pixels, at most {self._limits.max_frame_pixels} "
+                f"frames of {width} x {height} pixels, at most {self._limits.max_frame_pixels} "
                 "pixels are accepted",
                 code="video_too_large",
             )

@@ -129,7 +129,7 @@ def test_sizes_that_are_not_positive_are_refused(size):
 
 def test_a_side_over_the_configured_patches_is_refused():
     odd = dataclasses.replace(K3_MEDIA, patch_limit_on_one_side=5)
-    with pytest.raises(MediaError, match="6x2 patches, a side may have 5"):
+    with pytest.raises(MediaError, match="6 x 2 patches, a side may have 5"):
         plan_image(10, 700, odd)
 
 
