@@ -14,50 +14,13 @@ from typing import Any, Final
 
 from k3vl.errors import TemplateError
 from k3vl.types import ChatOptions, MediaLayout, MediaPart, Message, TextPart, ToolCall
-from k3vl.xtml import tokens
+from k3vl.xtml import tokens, wording
 from k3vl.xtml.tokens import Segment
 from k3vl.xtml.values import argument_text, argument_type, escape_attribute, sorted_json
 
 DEFAULT_OPTIONS: Final = ChatOptions()
 
-THINKING_EFFORTS: Final = ("low", "high", "max")
-
-TOOLS_HEAD: Final = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n"
-NEW_TOOLS_HEAD: Final = (
-    "## New Tools Available\n"
-    "The system dynamically extends the toolset via lazy-loading.\n"
-    "You have access to all existing and extended tools.\n"
-    "Here are the specs for the extended tools.\n\n```json\n"
-)
-FENCE_END: Final = "\n```"
-EFFORT_HEAD: Final = (
-    "`thinking_effort` guides on how much to think in your thinking channel (not including the "
-    "response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
-    "Now the system is invoked with `thinking_effort="
-)
-EFFORT_TAIL: Final = "`."
-TOOL_CHOICES: Final[Mapping[str, str]] = {
-    "required": (
-        "The system is invoked with `tool_choice=required`.\n"
-        "You MUST call tools in the next message."
-    ),
-    "none": (
-        "The system is invoked with `tool_choice=none`.\n"
-        "You MUST NOT call any tools in the next message."
-    ),
-}
-_JSON_ONLY: Final = (
-    "Your response must be raw JSON data without markdown code blocks (```json) or any additional "
-    "formatting."
-)
-JSON_OBJECT: Final = f"The system is invoked with `response_format=json_object`.\n{_JSON_ONLY}"
-JSON_SCHEMA_HEAD: Final = (
-    f"The system is invoked with `response_format=json_schema`.\n{_JSON_ONLY}\n"
-    "The JSON data must match the following schema:\n```json\n"
-)
-
-
-RENDERED_ROLES = ("system", "user", "assistant", "tool")
+RENDERED_ROLES: Final = ("system", "user", "assistant", "tool")
 """Messages of any other role are dropped without an error, as in the release."""
 
 
@@ -100,14 +63,14 @@ def render(
     feed: _Feed = _PromptFeed(media.prompts) if isinstance(media, ImagePrompts) else _Feed(media)
     writer = _Writer(feed)
     if tools:
-        writer.internal("tool-declare", _tool_body(TOOLS_HEAD, tools, "tools"))
+        writer.internal("tool-declare", _tool_body(wording.TOOLS_HEAD, tools, "tools"))
     if options.thinking and options.thinking_effort is not None:
         writer.internal("thinking-effort", _effort_body(options.thinking_effort))
     unfinished = _partial_message(messages)
     conversation = messages if unfinished is None else messages[:-1]
     _write_conversation(writer, conversation, thinking=options.thinking)
-    if isinstance(options.tool_choice, str) and options.tool_choice in TOOL_CHOICES:
-        writer.internal("tool-choice", TOOL_CHOICES[options.tool_choice])
+    if isinstance(options.tool_choice, str) and options.tool_choice in wording.TOOL_CHOICES:
+        writer.internal("tool-choice", wording.TOOL_CHOICES[options.tool_choice])
     body = _format_body(options)
     if body is not None:
         writer.internal("response-format", body)
@@ -322,7 +285,7 @@ def _write_conversation(writer: _Writer, messages: Sequence[Message], *, thinkin
             writer.parts(message, where)
             writer.end_message()
         elif message.role == "system" and message.tools:
-            body = _tool_body(NEW_TOOLS_HEAD, message.tools, f"{where}.tools")
+            body = _tool_body(wording.NEW_TOOLS_HEAD, message.tools, f"{where}.tools")
             writer.internal("tool-declare", body)
         elif message.role in ("system", "user"):
             writer.open("message", role=message.role, name=message.name or None)
@@ -421,25 +384,25 @@ def _write_arguments(writer: _Writer, arguments: Mapping[str, Any], where: str) 
 
 def _tool_body(head: str, tools: Sequence[Mapping[str, Any]], where: str) -> str:
     try:
-        return f"{head}{sorted_json(list(tools))}{FENCE_END}"
+        return f"{head}{sorted_json(list(tools))}{wording.FENCE_END}"
     except TemplateError as exc:
         raise TemplateError(f"{where}: {exc}", param=where) from exc
 
 
 def _effort_body(effort: str) -> str:
-    if effort not in THINKING_EFFORTS:
+    if effort not in wording.THINKING_EFFORTS:
         raise TemplateError(
-            f"thinking_effort is '{effort}', must be one of {', '.join(THINKING_EFFORTS)}",
+            f"thinking_effort is '{effort}', must be one of {', '.join(wording.THINKING_EFFORTS)}",
             param="options.thinking_effort",
         )
-    return f"{EFFORT_HEAD}{effort}{EFFORT_TAIL}"
+    return f"{wording.EFFORT_HEAD}{effort}{wording.EFFORT_TAIL}"
 
 
 def _format_body(options: ChatOptions) -> str | None:
     wanted = options.response_format
     kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
     if kind == "json_object":
-        return JSON_OBJECT
+        return wording.JSON_OBJECT
     if kind != "json_schema":
         return None
     schema = options.response_schema
@@ -448,7 +411,7 @@ def _format_body(options: ChatOptions) -> str | None:
         if isinstance(schema, Mapping):
             schema = schema.get("schema", schema.get("json_schema", schema))
     try:
-        return f"{JSON_SCHEMA_HEAD}{sorted_json(schema)}{FENCE_END}"
+        return f"{wording.JSON_SCHEMA_HEAD}{sorted_json(schema)}{wording.FENCE_END}"
     except TemplateError as exc:
         where = "options.response_format"
         raise TemplateError(f"{where}: {exc}", param=where) from exc

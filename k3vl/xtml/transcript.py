@@ -8,7 +8,8 @@ Not in a transcript, hence not recovered: ids of tool calls and of the results' 
 media, the pixel size of a clip, roles that are never rendered, empty text parts, blank reasoning
 and reasoning hidden by thinking off, options that write nothing (``auto``), a schema's name and
 ``strict`` flag, and whether a schema came with the format or overrode it. A clip that directly
-follows another one, with a later timestamp, counts as its continuation.
+follows another one, with a later timestamp, counts as its continuation; a message to be continued
+that is still empty, with thinking off, is the generation stub.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from k3vl.types import (
     TextPart,
     ToolCall,
 )
-from k3vl.xtml import render as template
-from k3vl.xtml import tokens
+from k3vl.xtml import tokens, wording
 from k3vl.xtml.recover import recover_segments
-from k3vl.xtml.render import ImagePrompts, render
+from k3vl.xtml.render import ImagePrompts, media_segments, render
 from k3vl.xtml.tokenizer import encode
 from k3vl.xtml.tokens import Piece, Segment
 from k3vl.xtml.values import parse_header
@@ -154,8 +154,7 @@ class _Reader:
         if len(layouts) == len(self._media):
             return layouts
         prompts = tuple(
-            item if isinstance(item, str) else template.media_segments(item)[-1].text
-            for item in self._media
+            item if isinstance(item, str) else media_segments(item)[-1].text for item in self._media
         )
         sizes_unknown = all(prompt == tokens.IMAGE_PLACEHOLDER for prompt in prompts)
         return ImagePrompts(None if sizes_unknown else prompts)
@@ -400,13 +399,13 @@ class _Reader:
         elif kind == "thinking-effort":
             if self._messages or self._closing:
                 raise self._error("thinking-effort stands behind the conversation")
-            effort = _between(body, template.EFFORT_HEAD, template.EFFORT_TAIL)
-            if effort not in template.THINKING_EFFORTS:
+            effort = _between(body, wording.EFFORT_HEAD, wording.EFFORT_TAIL)
+            if effort not in wording.THINKING_EFFORTS:
                 raise self._error("a thinking-effort message of unknown form")
             self._options["thinking_effort"] = effort
             self._set_thinking(thinking=True)
         elif kind == "tool-choice":
-            choices = {text: word for word, text in template.TOOL_CHOICES.items()}
+            choices = {text: word for word, text in wording.TOOL_CHOICES.items()}
             if body not in choices:
                 raise self._error("a tool-choice message of unknown form")
             self._options["tool_choice"] = choices[body]
@@ -418,8 +417,8 @@ class _Reader:
             raise self._error(f"unknown internal message '{kind[:40]}'")
 
     def _read_declaration(self, body: str) -> None:
-        first = _between(body, template.TOOLS_HEAD, template.FENCE_END)
-        later = _between(body, template.NEW_TOOLS_HEAD, template.FENCE_END)
+        first = _between(body, wording.TOOLS_HEAD, wording.FENCE_END)
+        later = _between(body, wording.NEW_TOOLS_HEAD, wording.FENCE_END)
         declared = self._json(later or first or "null")
         if not isinstance(declared, list) or not all(isinstance(t, dict) for t in declared):
             raise self._error("a tool-declare message of unknown form")
@@ -432,9 +431,9 @@ class _Reader:
             self._tools = tuple(declared)
 
     def _response_format(self, body: str) -> dict[str, Any]:
-        if body == template.JSON_OBJECT:
+        if body == wording.JSON_OBJECT:
             return {"type": "json_object"}
-        schema = _between(body, template.JSON_SCHEMA_HEAD, template.FENCE_END)
+        schema = _between(body, wording.JSON_SCHEMA_HEAD, wording.FENCE_END)
         if schema is None:
             raise self._error("a response-format message of unknown form")
         return {"type": "json_schema", "json_schema": {"schema": self._json(schema)}}

@@ -12,7 +12,7 @@ from k3vl.xtml import Tokenizer, load_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _k3_file() -> Path | None:
+def k3_file() -> Path | None:
     named = os.environ.get("K3VL_TIKTOKEN_MODEL")
     places = [Path(named)] if named else [ROOT.parent / "shared" / "golden" / "tiktoken.model"]
     return next((place for place in places if place.is_file()), None)
@@ -20,7 +20,7 @@ def _k3_file() -> Path | None:
 
 @pytest.fixture(scope="session")
 def k3() -> Tokenizer:
-    path = _k3_file()
+    path = k3_file()
     if path is None:
         pytest.skip("no tiktoken.model; set K3VL_TIKTOKEN_MODEL")
     from k3vl.xtml.tiktoken_model import load_tiktoken_model
