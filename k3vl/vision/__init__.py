@@ -7,16 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from k3vl.vision.encoder import VisionEncoder
     from k3vl.vision.limits import MediaLimits
     from k3vl.vision.processor import MediaProcessor
     from k3vl.vision.source import FetchPolicy
 
-__all__ = ["FetchPolicy", "MediaLimits", "MediaProcessor"]
+__all__ = ["FetchPolicy", "MediaLimits", "MediaProcessor", "VisionEncoder"]
 
 _HOME = {
     "FetchPolicy": "k3vl.vision.source",
     "MediaLimits": "k3vl.vision.limits",
     "MediaProcessor": "k3vl.vision.processor",
+    "VisionEncoder": "k3vl.vision.encoder",
 }
 
 

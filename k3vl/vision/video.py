@@ -16,7 +16,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from io import BytesIO
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,7 @@ class ContainerClip:
         self._limits = limits
         self._deadline = time.monotonic() + limits.max_decode_seconds
         self._notes: list[str] = []
+        self._first_at: float | None = None
         self._clock: tuple[float, ...] | None = None  # by frame number, where packets lack times
         self._origin = 0.0
         self._num_moments = self._num_substituted = self._num_resized = 0
@@ -144,7 +145,7 @@ class ContainerClip:
     def _probe(self) -> None:
         """Decode the first frame: stored size, rotation, aspect, colour."""
         with self._container() as (container, stream):
-            first = next(self._decode(container, stream), None)
+            first, self._first_at = next(self._decode(container, stream), (None, None))
             aspect = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
         if first is None:
             raise MediaError(f"{self._kind.name}: no frame can be decoded", code="video_corrupt")
@@ -191,7 +192,11 @@ class ContainerClip:
             tick = float(stream.time_base or 0)
             stamps = self._packet_times(container, stream)
         times = self._decoded_times(rates) if stamps is None else stamps
+        # What lies before time 0 (an edit list's lead-in) or before the first frame that decodes (a
+        # stream joined late) is not shown.
         shown = [at for at in times if at >= 0] or list(times)
+        if stamps is not None and self._first_at is not None:
+            shown = [at for at in shown if at >= self._first_at] or shown
         if not shown:
             raise MediaError(f"{self._kind.name}: no frame can be decoded", code="video_corrupt")
         self._origin = shown[0]
@@ -208,7 +213,7 @@ class ContainerClip:
     def _decoded_times(self, rates: Sequence[float]) -> Sequence[float]:
         """Presentation times of all frames that decode, repaired where they make no sense."""
         with self._container() as (container, stream):
-            raw = [frame.time for frame in self._decode(container, stream)]
+            raw = [at for _, at in self._decode(container, stream)]
         self._clock, num_repaired = repair_times(raw, rates[0] if rates else 25.0)
         if num_repaired:
             self._notes.append(f"{num_repaired} of {len(raw)} frame times repaired")
@@ -234,7 +239,7 @@ class ContainerClip:
         stamps.sort()
         if not stamps or any(a == b for a, b in pairwise(stamps)):
             return None
-        return [stamp * tick.numerator / tick.denominator for stamp in stamps]
+        return [stamp * float(tick) for stamp in stamps]
 
     # ------------------------------------------------------------------ reading
 
@@ -314,17 +319,20 @@ class ContainerClip:
                 )
             yield packet
 
-    def _decode(self, container: Any, stream: Any) -> Iterator[Any]:
-        """Every frame that decodes, in presentation order; damaged packets are counted."""
-        for packet in self._packets(container, stream):
+    def _decode(self, container: Any, stream: Any) -> Iterator[tuple[Any, float | None]]:
+        """Every frame that decodes, in presentation order, with the file's seconds for it.
+
+        Damaged packets are counted and skipped.
+        """
+        tick = float(stream.time_base or 0)
+        for packet in chain(self._packets(container, stream), (None,)):
             try:
-                decoded = packet.decode()
+                decoded = stream.codec_context.decode(packet)  # None flushes the decoder
             except _AV_ERRORS:
                 self.num_damaged += 1
                 continue
-            yield from decoded
-        with contextlib.suppress(*_AV_ERRORS):
-            yield from stream.codec_context.decode(None)
+            for frame in decoded:
+                yield frame, None if frame.pts is None or not tick else frame.pts * tick
 
     # ------------------------------------------------------------------ the chosen frames
 
@@ -361,19 +369,15 @@ class ContainerClip:
         if before[0] is not given:
             yield ClipFrame(self._convert(before[0], reformatter), before[1])
 
-    def _timed(self, frames: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+    def _timed(self, frames: Iterator[tuple[Any, float | None]]) -> Iterator[tuple[Any, float]]:
         """Frames with their seconds from the first shown one; earlier ones are left out."""
         last = -1.0
-        for number, frame in enumerate(frames):
+        for number, (frame, stamp) in enumerate(frames):
             if self._clock is not None:
-                if number >= len(self._clock):
-                    return
-                at = self._clock[number] - self._origin
-            elif frame.pts is None:
+                stamp = self._clock[number] if number < len(self._clock) else None
+            if stamp is None:
                 continue
-            else:
-                tick = frame.time_base
-                at = frame.pts * tick.numerator / tick.denominator - self._origin
+            at = stamp - self._origin
             if at >= 0 and at > last:
                 last = at
                 yield frame, at
