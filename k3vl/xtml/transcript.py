@@ -137,11 +137,8 @@ class _Reader:
 
     def read(self) -> Transcript:
         """Read everything."""
-        is_open = False
         while self._at < len(self._units):
-            if is_open:
-                raise self._error("something follows the open assistant message")
-            is_open = self._read_message()
+            self._read_message()
         return Transcript(
             messages=tuple(self._messages),
             tools=self._tools,
@@ -215,12 +212,13 @@ class _Reader:
 
     # ------------------------------------------------------------------ messages
 
-    def _read_message(self) -> bool:
-        """One message; true if it was left open."""
+    def _read_message(self) -> None:
+        """One message; one that is left open takes all that is left."""
         attributes = self._read_open("message")
         role = attributes.get("role")
         if role == "assistant":
-            return self._read_assistant(attributes.get("name"))
+            self._read_assistant(attributes.get("name"))
+            return
         if role == "system" and "type" in attributes:
             self._read_internal(attributes["type"])
         elif role in ("system", "user", "tool"):
@@ -235,7 +233,6 @@ class _Reader:
             raise self._error(f"unknown role '{(role or '')[:40]}'")
         self._read_close("message")
         self._expect_control(tokens.END_OF_MSG)
-        return False
 
     def _refuse_late(self) -> None:
         if self._closing:
@@ -250,7 +247,7 @@ class _Reader:
             )
         return Message(role="tool", parts=parts, tool_name=attributes["tool"])
 
-    def _read_assistant(self, name: str | None) -> bool:
+    def _read_assistant(self, name: str | None) -> None:
         """A finished message, the generation stub, or one that is to be continued."""
         reasoning = None
         if self._opens("think"):
@@ -258,7 +255,7 @@ class _Reader:
             self._read_open("think")
             if self._peek() is None and name is None:
                 self._options["add_generation_prompt"] = True
-                return True
+                return
             reasoning = self._read_text() or None
             self._read_close("think")
         else:
@@ -266,7 +263,7 @@ class _Reader:
         self._read_open("response")
         if self._peek() is None and name is None and not self._options["thinking"]:
             self._options["add_generation_prompt"] = True
-            return True
+            return
         parts = self._read_parts()
         is_open = self._peek() is None
         calls: tuple[ToolCall, ...] = ()
@@ -287,7 +284,6 @@ class _Reader:
                 partial=is_open,
             )
         )
-        return is_open
 
     def _set_thinking(self, *, thinking: bool) -> None:
         if self._options.setdefault("thinking", thinking) is not thinking:

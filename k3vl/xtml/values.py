@@ -15,6 +15,8 @@ from k3vl.errors import TemplateError
 
 JSON_WHITESPACE: Final = " \t\r\n"
 
+_MAX_DEPTH: Final = 200
+
 # ---------------------------------------------------------------------- attributes and headers
 
 
@@ -126,12 +128,28 @@ def strict_json(text: str) -> Any:
     """Decode JSON that every other JSON reader would accept too.
 
     Raises:
-        ValueError: not JSON: this includes ``NaN``, ``Infinity`` and numbers beyond a double.
+        ValueError: not JSON: this includes ``NaN``, ``Infinity``, numbers beyond a double, and
+            nesting deeper than 200, which would break whoever writes the value again.
     """
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as exc:
         raise ValueError("nested too deeply") from exc
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects lie inside each other."""
+    depth = 0
+    level = [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [
+            child for item in level for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth
 
 
 def _refuse(name: str) -> Any:

@@ -15,7 +15,7 @@ from k3vl.types import (
     ToolCall,
 )
 from k3vl.xtml import ImagePrompts, Segment, render
-from k3vl.xtml.render import order_results
+from k3vl.xtml.render import media_parts, order_results
 
 PICTURE = MediaLayout("image", 640, 480, (MediaGroup(3),))
 CLIP = MediaLayout(
@@ -265,3 +265,20 @@ def test_input_messages_are_not_changed():
     render([message], tools=[{"z": 1, "a": 2}])
     assert list(arguments) == ["b", "a"]
     assert list(arguments["a"]) == ["z", "y"]
+
+
+def test_media_parts_come_in_the_order_in_which_layouts_are_taken():
+    calls = tuple(ToolCall(name=f"f{i}", arguments={}, id=i) for i in "ab")
+    one, two, lost = (MediaPart("image", source) for source in ("one", "two", "lost"))
+    messages = [
+        say(role="assistant", tool_calls=calls),
+        say("second", two, role="tool", tool_call_id="b"),
+        say(one, role="tool", tool_call_id="a"),
+        say(lost, role="developer"),
+        say(lost, role="system", tools=({},)),
+    ]
+    assert media_parts(messages) == [
+        ("messages[2].content[0]", one),
+        ("messages[1].content[1]", two),
+    ]
+    render(messages, media=[PICTURE] * 2)

@@ -114,6 +114,9 @@ def test_an_unfinished_character_waits_and_is_replaced_before_a_control_token(ti
 
 def test_decode_joins_text_between_control_tokens(tiny):
     ids = tiny.encode_segment("ab<|sep|>c<|open|>", allow_special=True)
+    assert decode([], tiny) == []
+    assert [p.text for p in decode([*ids[2:3]] * 2, tiny)] == ["<|sep|>"] * 2
+    assert [p.text for p in decode(ids[:-1], tiny)] == ["ab", "<|sep|>", "c"]
     assert [(p.text, p.control) for p in decode(ids, tiny)] == [
         ("ab", False),
         ("<|sep|>", True),
@@ -160,6 +163,8 @@ def test_spans_of_every_group_in_order(tiny):
     for offset, length in spans:
         assert ids[offset : offset + length] == [pad] * length
         assert pad not in (ids[offset - 1], ids[offset + length])
+    with pytest.raises(AssertionError, match="no media pad after position 0"):
+        media_spans([1, 2], pad, media)
     for wrong in ((picture, clip), (picture,) * 4, (picture, picture, clip)):
         with pytest.raises(AssertionError):
             media_spans(ids, pad, wrong)
@@ -191,6 +196,11 @@ def test_a_broken_tiktoken_file_is_refused(tmp_path, content):
         load_tokenizer(tmp_path)
 
 
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tiktoken_model(tmp_path)
+
+
 def test_another_familys_names_beside_the_ranks_are_refused(k3, tmp_path):
     from tests.xtml.conftest import k3_file
 
@@ -204,6 +214,9 @@ def test_another_familys_names_beside_the_ranks_are_refused(k3, tmp_path):
     config.write_text(json.dumps({"added_tokens_decoder": decoder}))
     with pytest.raises(ConfigError, match=r"163587 is named '<\|im_user\|>', .* '<\|open\|>'"):
         load_tokenizer(tmp_path)
+    for harmless in ("[]", "{}"):
+        config.write_text(harmless)
+        assert load_tiktoken_model(link).vocab_size == 163840
     config.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(tmp_path)

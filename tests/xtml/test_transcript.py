@@ -134,6 +134,23 @@ def test_digits_in_front_of_a_clip_stay_text(name, request):
     assert parse_ids(ids, tokenizer).messages == (message,)
 
 
+def test_a_clip_without_a_clock_is_a_clip_for_itself():
+    clip = MediaLayout("video", 0, 0, (MediaGroup(1),))
+    message = Message(role="user", parts=(TextPart("x"), *(MediaPart("video", ""),) * 2))
+    found = parse_segments(render([message], media=(clip, clip)))
+    assert (found.messages, found.media) == ((message,), (clip, clip))
+
+
+@BOTH
+def test_a_time_in_the_text_is_text(name, request):
+    tokenizer = request.getfixturevalue(name)
+    clip = MediaLayout("video", 0, 0, (MediaGroup(1),))
+    for text in ("at 12:30", "x1234:56", "00:00:00.0000"):
+        message = Message(role="user", parts=(TextPart(text), MediaPart("video", "")))
+        ids = encode(render([message], media=(clip,)), tokenizer)
+        assert encode(rendered(parse_ids(ids, tokenizer)), tokenizer) == ids
+
+
 def test_parts_whose_joint_shows_in_the_ids_come_apart(k3):
     message = Message(role="user", parts=(TextPart('say "he'), TextPart("llo wor"), TextPart("ld")))
     ids = encode(render([message]), k3)
@@ -349,6 +366,19 @@ def test_ids_that_are_not_text_are_an_error(tiny):
     assert len(broken) == len(ids) - 1
     with pytest.raises(TemplateError, match="are not UTF-8 text"):
         parse_ids(broken, tiny)
+
+
+def test_ids_that_no_parts_encode_to_are_not_what_the_template_writes(k3):
+    """A token of half a character, where K3's vocabulary has one for the whole."""
+    letter = "\u4e2d"
+    ids = encode(render([Message(role="user", parts=(TextPart(letter),))]), k3)
+    (whole,) = k3.encode_segment(letter, allow_special=False)
+    single = {k3.token_bytes(i): i for i in range(256)}
+    bytes_apart = [single[bytes([byte])] for byte in letter.encode()]
+    at = ids.index(whole)
+    with pytest.raises(TemplateError, match=f"token {at} of") as caught:
+        parse_ids(ids[:at] + bytes_apart + ids[at + 1 :], k3)
+    assert caught.value.code == "not_canonical"
 
 
 def test_letters_encoded_one_by_one_come_back_as_parts(k3):

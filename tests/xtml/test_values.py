@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,7 @@ def test_arguments_survive_the_way_there_and_back(value):
         ("é\n", "string", "é\n"),
         ({"b": [1, {"a": "é"}]}, "object", '{"b": [1, {"a": "é"}]}'),
         ((1, 2), "array", "[1, 2]"),
+        ([MappingProxyType({"a": 1})], "array", '[{"a": 1}]'),
     ],
 )
 def test_types_and_spelling(value, kind, text):
@@ -83,6 +85,16 @@ def test_strict_json_refuses_what_other_readers_refuse(text):
         strict_json(text)
     assert argument_value("object", text) == text
     assert json.loads(argument_json("object", text)) == text
+
+
+@pytest.mark.parametrize("unit", [("[", "]"), ('{"a":', "}")])
+def test_nesting_ends_at_two_hundred(unit):
+    def nested(depth):
+        return unit[0] * depth + "1" + unit[1] * depth
+
+    assert json.dumps(strict_json(nested(200)), separators=(",", ":")) == nested(200)
+    assert argument_value("array", nested(201)) == nested(201)
+    assert len(strict_json(json.dumps([[]] * 500))) == 500
 
 
 def test_integers_beyond_pythons_limit_stay_text():
