@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from k3vl.types import MediaKind, MediaSource
 
 _DIGEST_VERSION = b"k3vl media 1\0"
+_BLEND_ROWS = 128
 
 
 class MediaProcessor:
@@ -107,7 +108,8 @@ class MediaProcessor:
         """Treat pictures with known times (seconds, increasing) as a clip; none is left out.
 
         Raises:
-            MediaError: no frames, or times that do not belong to them.
+            MediaError: no frames, times that do not belong to them, or more frames than a clip may
+                have (``video_too_many_frames``; the caller chose them, so none is dropped).
         """
         if not frames or len(frames) != len(times):
             raise MediaError(
@@ -116,10 +118,20 @@ class MediaProcessor:
             )
         if any(b <= a for a, b in pairwise(times)):
             raise MediaError("frame times must increase", code="frame_times_mismatch")
-        width, height = frames[0].size
-        plan = self._plan_frame(width, height)
-        shown = (ClipFrame(frame, t) for frame, t in zip(frames, times, strict=True))
-        return self._assemble((width, height), plan, shown)
+        first = load_image(frames[0], self.limits, parity=self.parity)
+        size = (first.width, first.height)
+        plan = self._plan_frame(*size)
+        budget = frame_budget(plan, self.config, self.limits)
+        if len(frames) > budget:
+            raise MediaError(
+                f"{len(frames)} frames, a clip of this size may have {budget}",
+                code="video_too_many_frames",
+            )
+        shown = (
+            ClipFrame(load_image(frame, self.limits, parity=self.parity).image, at)
+            for frame, at in zip(frames, times, strict=True)
+        )
+        return self._assemble(size, plan, shown)
 
     # ------------------------------------------------------------------ pictures
 
@@ -247,23 +259,28 @@ def composite(image: Image.Image, background: TransparentBackground | None) -> I
     if background is None:
         return rgba.convert("RGB")
     values = np.asarray(rgba)
-    alpha = values[..., 3:].astype(np.float32) / np.float32(255)
-    under = _background(image.size, background)[..., None]
-    blended = alpha * values[..., :3] + (np.float32(1) - alpha) * under
-    return Image.fromarray(blended.astype(np.uint8))
+    under = _background(image.size, background)
+    flat = np.empty((*values.shape[:2], 3), np.uint8)
+    for top in range(0, len(values), _BLEND_ROWS):  # bounds the float copies of a large picture
+        rows = slice(top, top + _BLEND_ROWS)
+        alpha = values[rows, :, 3:].astype(np.float32) / np.float32(255)
+        below = under[rows, :, None].astype(np.float32)
+        flat[rows] = alpha * values[rows, :, :3] + (np.float32(1) - alpha) * below
+    return Image.fromarray(flat)
 
 
 def _background(size: tuple[int, int], background: TransparentBackground) -> np.ndarray:
-    """[H, W] float32 grey levels, squares anchored at the top left."""
+    """[H, W] uint8 grey levels, squares anchored at the top left."""
     width, height = size
     if background.pattern != "chessboard":
         level = 255 if background.pattern == "white" else 0
-        return np.full((height, width), level, np.float32)
+        return np.full((height, width), level, np.uint8)
     square = background.chessboard_square_size
-    odd = (np.arange(height)[:, None] // square + np.arange(width)[None, :] // square) % 2
+    rows, columns = (np.arange(n) // square % 2 for n in (height, width))
+    odd = rows.astype(np.uint8)[:, None] ^ columns.astype(np.uint8)[None, :]
     white, gray = background.chessboard_white_value, background.chessboard_gray_value
     first, second = (white, gray) if background.chessboard_square_on_top_left else (gray, white)
-    return np.where(odd == 0, first, second).astype(np.float32)
+    return np.where(odd == 0, np.uint8(first), np.uint8(second))
 
 
 def patchify(pixels: np.ndarray, patch: int) -> np.ndarray:

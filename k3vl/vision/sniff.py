@@ -7,6 +7,7 @@ may open it: a playlist or a script that refers to other files matches nothing.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,6 +77,7 @@ _MAGIC: tuple[tuple[bytes, Sniffed], ...] = (
     (b"version https://git-lfs", Sniffed("other", "a Git LFS pointer, not the file itself")),
 )
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_PNM = re.compile(rb"P[1-6]\s*(#[^\n]*\s+)*\d+\s")
 _MP4_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _UNKNOWN = Sniffed("other", "no known picture or video format")
 
@@ -95,7 +97,7 @@ def sniff(head: bytes) -> Sniffed:
         return Sniffed("video", "MPEG transport stream", "mpegts")
     if head[:2] == b"BM" and len(head) >= 14 and head[6:10] == b"\0\0\0\0":
         return Sniffed("image", "BMP", "BMP")
-    if head[:1] == b"P" and head[1:2] in b"123456" and head[2:3] in b" \t\r\n#":
+    if _PNM.match(head):
         return Sniffed("image", "PPM/PGM", "PPM")
     return _text(head)
 

@@ -46,7 +46,7 @@ class FetchPolicy:
     Attributes:
         schemes: URL schemes that are accepted; ``file`` also needs ``file_root``.
         file_root: directory under which ``file:`` URLs may point, links followed.
-        max_bytes: largest media file, from anywhere.
+        max_bytes: largest media file; local clips are exempt, they have limits of their own.
         connect_seconds, read_seconds: longest wait for a connection, for the next piece.
         total_seconds: longest whole fetch, redirects included (name look-up excluded).
         max_redirects: hops after the first request.
@@ -177,7 +177,7 @@ def decode_data_uri(uri: str, kind: MediaKind, max_bytes: int) -> bytes:
 
 
 def _local(path: Path, kind: MediaKind, policy: FetchPolicy) -> Path:
-    """A regular, non-empty file of permitted size."""
+    """A regular, non-empty file; a local clip may be larger than memory, it is never read whole."""
     try:
         info = path.stat()
     except (OSError, ValueError) as exc:
@@ -187,7 +187,7 @@ def _local(path: Path, kind: MediaKind, policy: FetchPolicy) -> Path:
         raise MediaError(f"{path.name}: not a regular file", code="media_not_found")
     if info.st_size == 0:
         raise MediaError(f"{path.name}: the file is empty (0 bytes)", code=f"{kind}_empty")
-    if info.st_size > policy.max_bytes:
+    if kind == "image" and info.st_size > policy.max_bytes:
         raise _too_large(kind, info.st_size, policy)
     return path
 

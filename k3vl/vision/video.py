@@ -281,6 +281,7 @@ class ContainerClip:
         best = max(
             usable,
             key=lambda s: (
+                s.frames != 1,  # cover art that nobody marked as such
                 bool(s.disposition & Disposition.default),
                 s.codec_context.width * s.codec_context.height,
             ),

@@ -282,6 +282,18 @@ def test_adobe_cmyk_is_red_and_not_cyan():  # R12, I19, I20
     assert np.allclose(view.getpixel((45, 30)), (255, 255, 255), atol=12)
 
 
+def test_ycck_is_light_where_it_is_light():  # I20
+    """Transform 2 in Adobe's marker: the same samples are luma, chroma and black."""
+    inks = Image.merge("CMYK", [Image.new("L", (48, 32), v) for v in (200, 127, 127, 0)])
+    data = bytearray(encode(inks, "JPEG", quality=95))
+    at = data.index(b"Adobe") + 11
+    assert data[at] == 0
+    data[at] = 2
+    view = seen(bytes(data))
+    # Stored luma 55; the samples are Adobe's inverted inks, so the picture is 255 - 55.
+    assert np.allclose(view.getpixel((20, 20)), (200, 200, 200), atol=4)
+
+
 def test_cmyk_without_the_marker_has_a_defined_reading():  # I21
     data = cmyk_jpeg()
     start = data.index(b"\xff\xee")

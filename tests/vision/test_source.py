@@ -138,6 +138,7 @@ def test_local_files_that_cannot_be_used(tmp_path):
     assert code(tmp_path) == "media_not_found"
     assert code(Path("/dev/zero")) == "media_not_found"
     assert code(tmp_path / "big.jpg", FetchPolicy(max_bytes=10)) == "media_too_large"
+    assert resolve(tmp_path / "big.jpg", "video", FetchPolicy(max_bytes=10)).name == "big.jpg"
     assert code(b"x" * 11, FetchPolicy(max_bytes=10)) == "media_too_large"
     assert code(b"") == "image_empty"
 

@@ -507,6 +507,24 @@ def test_raw_stream_without_a_clock_uses_its_rate():  # V6
     assert all(b > a for a, b in pairwise(media.frame_times))
 
 
+def test_clock_that_stands_still_is_replaced_by_the_rate():  # V6
+    data = bytearray(video(solid_frames(12), fmt="flv", codec="flv", rate=8))
+    at = 9 + 4
+    while at < len(data):  # every tag: type, 3 bytes of size, 4 of time, 3 of stream number
+        size = int.from_bytes(data[at + 1 : at + 4], "big")
+        data[at + 4 : at + 8] = bytes(4)
+        at += 11 + size + 4
+    media = PROCESSOR.process(bytes(data), "video")
+    assert numbers(media) == list(range(12))
+    assert media.frame_times == tuple(i / 8 for i in range(12))
+    assert media.warnings == ("11 of 12 frame times repaired",)
+
+
+def test_codec_without_a_decoder_is_named_as_such():  # V26
+    data = video(solid_frames(3)).replace(b"avc1", b"evc1").replace(b"avcC", b"evcC")
+    assert code(data) == "video_codec_unsupported"
+
+
 def test_edit_list_hides_the_lead_in():  # V7
     """An MP4 that begins to play at its second half second; the lead-in is decoded, not shown."""
     data = bytearray(video(solid_frames(16), rate=8, options={"bf": "0", "g": "16"}))
@@ -708,6 +726,9 @@ def test_frame_lists_need_times():  # V41, V42
         assert info.value.code == "frame_times_mismatch"
     with pytest.raises(MediaError):
         PROCESSOR.process_frames([], [])
+    few = MediaProcessor(K3_MEDIA, limits=MediaLimits(max_video_frames=4))
+    with pytest.raises(MediaError, match="5 frames, a clip of this size may have 4"):
+        few.process_frames(frames, [0.0, 1.0, 2.0, 3.0, 4.0])
 
 
 def test_clips_differ_from_pictures_and_from_other_groups_in_their_digest():
