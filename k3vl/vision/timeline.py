@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from k3vl.vision.plan import constant_rate, sample_frames, sample_times
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from PIL.Image import Image
+
+# No codec reorders over more frames than it may keep for reference.
+_MAX_REORDER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +95,18 @@ class Timeline:
 def repair_times(times: Sequence[float | None], fps: float) -> tuple[tuple[float, ...], int]:
     """Make a clock strictly increasing; how many times were replaced comes second.
 
-    Missing, repeated and backward times are spread evenly between their sound neighbours. Where
-    more than half are unsound the whole clock is index over ``fps``.
+    Frames are in the order in which they are shown. Times that are only shuffled among near
+    neighbours, as in containers that know the decoding order alone, are sorted and count as sound.
+    Else missing, repeated and backward times are spread evenly between their sound neighbours;
+    where more than half are unsound the whole clock is index over ``fps``.
     """
+    if (ordered := _unshuffled(times)) is not None:
+        return ordered, 0
     sound: list[int] = []
     for index, time in enumerate(times):
         if time is not None and (not sound or time > _at(times, sound[-1])):
             sound.append(index)
     broken = len(times) - len(sound)
-    if broken == 0:
-        return tuple(_at(times, i) for i in sound), 0
     if broken > len(times) // 2:
         return tuple(i / fps for i in range(len(times))), broken
     repaired = []
@@ -117,6 +123,16 @@ def repair_times(times: Sequence[float | None], fps: float) -> tuple[tuple[float
             share = (index - low) / (high - low)
             repaired.append(_at(times, low) + share * (_at(times, high) - _at(times, low)))
     return tuple(repaired), broken
+
+
+def _unshuffled(times: Sequence[float | None]) -> tuple[float, ...] | None:
+    """The times in order, if all are there, all differ, and none is far from its place."""
+    known = [time for time in times if time is not None]
+    order = sorted(range(len(known)), key=known.__getitem__)
+    if len(known) < len(times) or any(abs(i - j) > _MAX_REORDER for i, j in enumerate(order)):
+        return None
+    ordered = tuple(known[i] for i in order)
+    return ordered if all(b > a for a, b in pairwise(ordered)) else None
 
 
 def _at(times: Sequence[float | None], index: int) -> float:

@@ -221,10 +221,10 @@ class ContainerClip:
 
     def _packet_times(self, container: Any, stream: Any) -> list[float] | None:
         """Presentation times of all packets that are shown; None where they cannot be trusted."""
-        # VP8 has packets that are never shown; field-coded streams have two for a frame.
-        if stream.codec_context.name in ("vp8", "libvpx") or not stream.time_base:
+        # AVI knows the decoding order alone; VP8 has packets that are never shown.
+        if self._kind.decoder == "avi" or stream.codec_context.name in ("vp8", "libvpx"):
             return None
-        tick = stream.time_base
+        tick = float(stream.time_base or 0)
         stamps: list[int] = []
         last_dts = None
         for packet in self._packets(container, stream):
@@ -237,9 +237,9 @@ class ContainerClip:
             last_dts = packet.dts
             stamps.append(packet.pts)
         stamps.sort()
-        if not stamps or any(a == b for a, b in pairwise(stamps)):
+        if not tick or not stamps or any(a == b for a, b in pairwise(stamps)):
             return None
-        return [stamp * float(tick) for stamp in stamps]
+        return [stamp * tick for stamp in stamps]
 
     # ------------------------------------------------------------------ reading
 
