@@ -6,26 +6,31 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from k3vl.xtml import Tokenizer, load_tokenizer
+from k3vl.xtml.tiktoken_model import load_tiktoken_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
-def k3_file() -> Path | None:
-    named = os.environ.get("K3VL_TIKTOKEN_MODEL")
-    places = [Path(named)] if named else [ROOT.parent / "shared" / "golden" / "tiktoken.model"]
-    return next((place for place in places if place.is_file()), None)
+# The first example loads a vocabulary, and machines are shared: time is not what is tested.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
-def k3() -> Tokenizer:
-    path = k3_file()
-    if path is None:
-        pytest.skip("no tiktoken.model; set K3VL_TIKTOKEN_MODEL")
-    from k3vl.xtml.tiktoken_model import load_tiktoken_model
+def k3_path() -> Path:
+    named = os.environ.get("K3VL_TIKTOKEN_MODEL")
+    places = [Path(named)] if named else [ROOT.parent / "shared" / "golden" / "tiktoken.model"]
+    for place in places:
+        if place.is_file():
+            return place
+    pytest.skip("no tiktoken.model; set K3VL_TIKTOKEN_MODEL")
 
-    return load_tiktoken_model(path)
+
+@pytest.fixture(scope="session")
+def k3(k3_path: Path) -> Tokenizer:
+    return load_tiktoken_model(k3_path)
 
 
 @pytest.fixture(scope="session")

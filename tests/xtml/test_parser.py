@@ -380,7 +380,7 @@ SOUP = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(source=SOUP, thinking=st.booleans(), seed=st.integers(0, 2**32))
 def test_control_soup_is_read_the_same_however_it_is_split(source, thinking, seed):
     whole = events_of(source, thinking=thinking)
@@ -390,7 +390,7 @@ def test_control_soup_is_read_the_same_however_it_is_split(source, thinking, see
     assert joined(events_of(split(source, sizes), thinking=thinking)) == joined(whole)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(source=SOUP)
 def test_finished_calls_stream_valid_json(source):
     toolbox = pieces(f'{TOOLS}[call tool="f"|')

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -88,8 +86,24 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = st.sampled_from(
-    ("role", "content", "name", "tools", "tool_calls", "function", "arguments", "type", "text")
-    + ("image_url", "url", "tool_call_id", "tool", "partial", "reasoning", "id")
+    [
+        "role",
+        "content",
+        "name",
+        "tools",
+        "tool_calls",
+        "function",
+        "arguments",
+        "type",
+        "text",
+        "image_url",
+        "url",
+        "tool_call_id",
+        "tool",
+        "partial",
+        "reasoning",
+        "id",
+    ]
 )
 WORDS = st.sampled_from(["user", "assistant", "system", "tool", "text", "image", "{}", "[", "x"])
 SHAPED = st.recursive(
@@ -100,7 +114,7 @@ SHAPED = st.recursive(
 MESSAGE = st.fixed_dictionaries({"role": WORDS}, optional={"content": SHAPED, "tool_calls": SHAPED})
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     record=st.fixed_dictionaries(
         {"messages": st.lists(MESSAGE | SHAPED, max_size=4)},
@@ -132,12 +146,3 @@ def test_deep_arguments_do_not_break_the_record():
     ]  # fmt: skip
     (call,) = parse_record({"pieces": pieces})["tool_calls"]
     assert json.loads(call["arguments"]) == {"a": deep}
-
-
-def test_importing_the_format_loads_nothing_heavy():
-    code = (
-        "import sys, k3vl.xtml\n"
-        "heavy = {'torch', 'numpy', 'PIL', 'tiktoken', 'tokenizers', 'av', 'pydantic'}\n"
-        "sys.exit(' '.join(sorted(heavy & sys.modules.keys())) or 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -201,11 +201,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         load_tiktoken_model(tmp_path)
 
 
-def test_another_familys_names_beside_the_ranks_are_refused(k3, tmp_path):
-    from tests.xtml.conftest import k3_file
-
+def test_another_familys_names_beside_the_ranks_are_refused(k3, k3_path, tmp_path):
     link = tmp_path / "tiktoken.model"
-    link.symlink_to(k3_file())
+    link.symlink_to(k3_path)
     decoder = {str(i): {"content": name} for name, i in K3_SPECIAL_IDS.items()}
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"added_tokens_decoder": decoder}))

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 BOTH = pytest.mark.parametrize("name", ["k3", "tiny"])
-SHARED = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def rendered(transcript):
