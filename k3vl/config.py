@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from k3vl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # A checkpoint's files carry many fields without a meaning for inference; only the declared ones are
 # read. A float where an int belongs ("12.0") is an error, a missing field too.
@@ -238,6 +236,13 @@ K25_MEDIA = MediaConfig(
 # ---------------------------------------------------------------------- reading
 
 _T = TypeVar("_T")
+
+DEMO_CHECKPOINT = Path(__file__).parent / "demo" / "checkpoint"
+
+
+def checkpoint_path(name: str | Path) -> Path:
+    """The directory behind a model's name: ``demo`` comes with the package, others are paths."""
+    return DEMO_CHECKPOINT if str(name) == "demo" else Path(name)
 
 
 def load_config(directory: Path) -> K3Config:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
+import psutil
 import torch
 
 from k3vl.checkpoint import CheckpointReader
-from k3vl.config import load_config, load_media_config
+from k3vl.checkpoint_summary import summarise_checkpoint
+from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.errors import ConfigError
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
+from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions
 from k3vl.vision.cache import EncoderCache
@@ -21,20 +23,22 @@ from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
 from k3vl.vision.weights import VISION_PREFIXES, load_vision
+from k3vl.vision.weights import expected_tensors as expected_vision_tensors
 from k3vl.xtml.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from k3vl.checkpoint_summary import CheckpointSummary
+    from k3vl.config import K3Config
     from k3vl.pipeline import Pipeline
 
     _P = TypeVar("_P", bound=Pipeline)
 
-DEMO_CHECKPOINT = Path(__file__).parent / "demo" / "checkpoint"
+MXFP4_FORMAT = "mxfp4-pack-quantized"
+SMALL_HIDDEN_SIZE = 1024
+"""Below this width a model's operations gain nothing from a second CPU thread."""
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
-
-
-def checkpoint_path(checkpoint: str | Path) -> Path:
-    """The directory behind a ``--model`` value: ``demo`` or a path."""
-    return DEMO_CHECKPOINT if checkpoint == "demo" else Path(checkpoint)
 
 
 def load_pipeline(
@@ -67,7 +71,11 @@ def load_pipeline(
     config, media = load_config(directory), load_media_config(directory)
     defaults = load_chat_defaults(directory)
     tokenizer = load_tokenizer(directory)
-    where, dtype = _choose_device(device)
+    where, dtype = choose_device(device)
+    summary = summarise(directory, config)
+    fits, sentence = summary.fits(available_memory(where), dtype)
+    if not fits:
+        raise ConfigError(f"{directory}: {sentence}; the embedded engine holds one device's worth")
     reader = CheckpointReader(directory)
     reader.require_only([PREFIX, *VISION_PREFIXES])
     tower, projector = load_vision(reader, config.vision, media, dtype=dtype, device=where)
@@ -75,7 +83,10 @@ def load_pipeline(
     cache = EncoderCache(encoder_cache_bytes) if encoder_cache_bytes else None
     encoder = VisionEncoder(tower, projector, cache=cache)
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
-    backend = LocalBackend(Engine(model, encoder, engine or EngineConfig(), stop_ids=stop_ids))
+    if engine is None:
+        small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE
+        engine = EngineConfig(num_threads=1 if small else None)
+    backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids))
     return cls(
         processor=MediaProcessor(media, limits=limits, policy=policy),
         tokenizer=tokenizer,
@@ -84,6 +95,27 @@ def load_pipeline(
         defaults=defaults,
         name=str(checkpoint),
     )
+
+
+def summarise(directory: Path, config: K3Config) -> CheckpointSummary:
+    """Add up a checkpoint against what its configuration asks for.
+
+    Raises:
+        WeightError: a header cannot be read.
+    """
+    quantized = config.quantized_format == MXFP4_FORMAT
+    expected = {
+        **expected_text_tensors(config.text, quantized_experts=quantized),
+        **expected_vision_tensors(config.vision),
+    }
+    return summarise_checkpoint(directory, config, expected)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 def load_chat_defaults(directory: Path) -> ChatOptions:
@@ -112,7 +144,12 @@ def load_chat_defaults(directory: Path) -> ChatOptions:
     return ChatOptions(thinking=thinking, thinking_effort=effort)
 
 
-def _choose_device(device: Device) -> tuple[torch.device, torch.dtype]:
+def choose_device(device: Device) -> tuple[torch.device, torch.dtype]:
+    """Device and weight dtype of a ``--device`` value.
+
+    Raises:
+        ConfigError: torch sees no such device.
+    """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError("device cuda: torch sees no CUDA device")

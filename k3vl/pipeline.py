@@ -27,6 +27,7 @@ from k3vl.errors import K3VLError, MediaError
 from k3vl.generation import Generation
 from k3vl.types import (
     ChatOptions,
+    Finish,
     MediaPart,
     MediaSpan,
     Message,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from k3vl.lm.backend import Backend, Token
-    from k3vl.types import Event, FinishReason, ProcessedMedia, ToolCall
+    from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
     from k3vl.vision.processor import MediaProcessor
     from k3vl.xtml.tokenizer import Tokenizer
 
@@ -77,13 +78,24 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A whole answer."""
+    """A whole answer.
+
+    Attributes:
+        content: the answer itself.
+        reasoning: the think channel.
+        tool_calls: calls that the model wants made.
+        finish: why it ended.
+        usage: token counts.
+        media: upright size and groups of every media part of the request.
+        warnings: what was repaired or ignored in them.
+    """
 
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     finish: FinishReason
     usage: Usage
+    media: tuple[MediaLayout, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -280,16 +292,16 @@ class Pipeline:
     def complete(self, prepared: Prepared) -> Reply:
         """Steps 4 to 6 for a prepared request, as a whole."""
         events = list(self._events(prepared))
-        answer = collect(events)
-        finish = events[-1]
-        assert answer.finish is not None
-        usage = getattr(finish, "usage", None) or prepared.usage
+        answer, last = collect(events), events[-1]
+        assert isinstance(last, Finish)
+        assert last.usage is not None
         return Reply(
             content=answer.content,
             reasoning=answer.reasoning,
             tool_calls=answer.tool_calls,
-            finish=answer.finish,
-            usage=usage,
+            finish=last.reason,
+            usage=last.usage,
+            media=tuple(media.layout for media in prepared.media),
             warnings=prepared.warnings,
         )
 

@@ -38,6 +38,8 @@ class EngineConfig:
         page_size: tokens of an MLA page.
         max_step_tokens: tokens of one step, over all requests.
         prefill_chunk: prompt tokens of one request in a step.
+        num_threads: CPU threads of one operation; None leaves it to torch. Operations on a small
+            model are over before a second thread has started, and wait for it on a busy machine.
     """
 
     max_requests: int = 32
@@ -45,6 +47,7 @@ class EngineConfig:
     page_size: int = 64
     max_step_tokens: int = 2048
     prefill_chunk: int = 1024
+    num_threads: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

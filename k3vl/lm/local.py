@@ -5,10 +5,13 @@ A dead thread fails every request at once and refuses new ones; nobody waits for
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from itertools import count
 from typing import TYPE_CHECKING
+
+import torch
 
 from k3vl.errors import BackendError, Cancelled
 
@@ -35,6 +38,8 @@ class LocalBackend:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="k3vl-engine", daemon=True)
         self._thread.start()
+        # A daemon thread that still runs native code while Python shuts down aborts the process.
+        atexit.register(self.close)
 
     def submit(
         self,
@@ -61,6 +66,7 @@ class LocalBackend:
             if not self._closed.is_set():
                 self._closed.set()
                 self._commands.put(None)
+        atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -76,6 +82,8 @@ class LocalBackend:
 
     def _run(self) -> None:
         try:
+            if self._engine.config.num_threads is not None:
+                torch.set_num_threads(self._engine.config.num_threads)
             while self._obey(wait=not self._engine.jobs):
                 self._engine.step()
         except BaseException as exc:  # noqa: BLE001 - whatever it was, callers must hear of it

@@ -1,0 +1,193 @@
+"""The ``k3vl`` command: argument parsing only.
+
+Heavy modules are imported inside the commands, so ``k3vl --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from k3vl import __version__
+from k3vl.errors import K3VLError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from k3vl.load import Device
+
+EXIT_ITEM_ERRORS = 2
+
+
+class _Group(click.Group):
+    """Turns our own errors into one line and exit code 1; everything else is a bug."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except K3VLError as exc:
+            raise click.ClickException(str(exc)) from exc
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Kimi K3 looks at pictures and video."""
+
+
+model_option = click.option(
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="demo|DIR",
+    help="Checkpoint directory, or the small model that comes with the package.",
+)
+device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the model runs.",
+)
+
+
+@cli.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--prompt", help="What to ask; by default a description of the picture or clip.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Also write JSON Lines to this file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON Lines instead of text.")
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1))
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@model_option
+@device_option
+def caption(
+    paths: Sequence[Path],
+    prompt: str | None,
+    output: Path | None,
+    as_json: bool,
+    max_tokens: int,
+    quiet: bool,
+    model: str,
+    device: Device,
+) -> None:
+    """Caption pictures and clips: files, or folders with everything in them.
+
+    A file that cannot be used is reported and does not stop the run; the exit code is then 2.
+    """
+    from k3vl.app.caption import CaptionSettings, caption_paths
+
+    settings = CaptionSettings(
+        model=model, device=device, prompt=prompt, max_tokens=max_tokens, output=output
+    )
+    failures = caption_paths(paths, settings, as_json=as_json, quiet=quiet)
+    if failures:
+        sys.exit(EXIT_ITEM_ERRORS)
+
+
+@cli.group()
+def inspect() -> None:
+    """Look inside: the chat format, the media rules, a checkpoint. JSON Lines in and out."""
+
+
+files_argument = click.argument(
+    "files", nargs=-1, type=click.Path(exists=True, dir_okay=False, allow_dash=True)
+)
+config_option = click.option(
+    "--config",
+    default="k3",
+    show_default=True,
+    metavar="k3|k25|DIR",
+    help="Media settings: the published ones of K3 or K2.5, or a checkpoint's.",
+)
+
+
+@inspect.command()
+@files_argument
+def render(files: Sequence[str]) -> None:
+    """Write conversations in K3's chat format.
+
+    Reads {"messages", "tools", "options"} records from FILES or standard input; writes
+    {"segments": [{"text", "allow_special"}]} or {"error"} for each.
+    """
+    from k3vl.app.inspect import transform_lines
+    from k3vl.xtml.records import render_record
+
+    transform_lines(files, render_record)
+
+
+@inspect.command()
+@files_argument
+def parse(files: Sequence[str]) -> None:
+    """Read what a model wrote.
+
+    Reads {"pieces": [[text, is_control], ...], "options"} records; writes {"reasoning", "content",
+    "tool_calls", "finish"} or {"error"} for each.
+    """
+    from k3vl.app.inspect import transform_lines
+    from k3vl.xtml.records import parse_record
+
+    transform_lines(files, parse_record)
+
+
+@inspect.command()
+@files_argument
+@config_option
+def plan(files: Sequence[str], config: str) -> None:
+    """Plan picture sizes.
+
+    Reads {"width", "height"} records; writes {"new_width", "new_height", "pad_width", "pad_height",
+    "grid_thw", "num_tokens"} or {"error"} for each.
+    """
+    from k3vl.app.inspect import media_config, transform_lines
+    from k3vl.vision.inspect import plan_record
+
+    settings = media_config(config)
+    transform_lines(files, lambda record: plan_record(record, settings))
+
+
+@inspect.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@config_option
+@click.option(
+    "--save-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the pictures that the model sees here, one file per frame.",
+)
+@click.option("--parity", is_flag=True, help="As the released processor: EXIF ignored, no scaling.")
+def media(paths: Sequence[Path], config: str, save_dir: Path | None, parity: bool) -> None:
+    """Show how pictures and clips are taken.
+
+    One record per path: kind, upright size, frames with times, grid_thw, tokens, warnings, digest;
+    or error and code. The exit code is 2 when a path could not be used.
+    """
+    from k3vl.app.inspect import inspect_media
+
+    if inspect_media(paths, config, save_dir=save_dir, parity=parity):
+        sys.exit(EXIT_ITEM_ERRORS)
+
+
+@inspect.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--memory", type=click.IntRange(min=1), help="Bytes to fit into; default: what is free."
+)
+@device_option
+def checkpoint(directory: Path, memory: int | None, device: Device) -> None:
+    """Add up a checkpoint: layers, parameters, bytes, and whether it fits.
+
+    DIRECTORY may hold config.json alone. "demo" is the small model that comes with the package.
+    """
+    from k3vl.app.inspect import inspect_checkpoint
+
+    if not inspect_checkpoint(directory, memory=memory, device=device):
+        sys.exit(1)
+
+
+def main() -> None:
+    """Entry point of the ``k3vl`` script."""
+    cli(prog_name="k3vl")
