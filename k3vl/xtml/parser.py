@@ -80,7 +80,8 @@ class StreamParser:
     """Reads one generated message.
 
     Args:
-        thinking: the prompt ended by opening the think channel; else it opened the response.
+        thinking: the prompt ended by opening the think channel; else it opened the response, as
+            with thinking off, or for a message that is to be continued.
         tool_choice: the request's; with ``none`` calls are read and dropped.
         new_call_id: makes the id of the next call.
     """

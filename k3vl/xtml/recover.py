@@ -24,6 +24,9 @@ _TIMESTAMP_ENDS: Final = (
     re.compile(r"\d\d:\d\d\Z"),
 )
 
+_MAX_PARTS: Final = 256
+"""More parts than that between two control ids are one text spelled in odd tokens."""
+
 _MAX_PART_TOKENS: Final = 64
 """How far behind the first surprising id the end of a part is looked for."""
 
@@ -108,7 +111,8 @@ def _parts(run: Sequence[int], text: str, tokenizer: Tokenizer) -> list[str]:
     parts: list[str] = []
     while run:
         ids = tokenizer.encode_segment(text, allow_special=False)
-        size = None if ids == list(run) else _first_part(run, ids, tokenizer)
+        is_whole = ids == list(run) or len(parts) == _MAX_PARTS
+        size = None if is_whole else _first_part(run, ids, tokenizer)
         if size is None:
             return [*parts, text]
         part = _text(run[:size], tokenizer) or ""
@@ -125,11 +129,7 @@ def _first_part(run: Sequence[int], joined: Sequence[int], tokenizer: Tokenizer)
     earlier = range(min(same, len(run) - 1), max(0, same - _MAX_PART_TOKENS), -1)
     sizes: list[int] = [*nearby, *earlier]
     for size in sizes:
-        part, rest = _text(run[:size], tokenizer), _text(run[size:], tokenizer)
-        if (
-            part
-            and rest
-            and tokenizer.encode_segment(part, allow_special=False) == list(run[:size])
-        ):
+        part = _text(run[:size], tokenizer)
+        if part and tokenizer.encode_segment(part, allow_special=False) == list(run[:size]):
             return size
     return None

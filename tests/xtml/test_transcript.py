@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -379,6 +380,18 @@ def test_ids_that_no_parts_encode_to_are_not_what_the_template_writes(k3):
     with pytest.raises(TemplateError, match=f"token {at} of") as caught:
         parse_ids(ids[:at] + bytes_apart + ids[at + 1 :], k3)
     assert caught.value.code == "not_canonical"
+
+
+def test_text_in_odd_tokens_is_given_up_in_time(k3):
+    text = "Hello world " * 2000
+    ids = encode(render([Message(role="user", parts=(TextPart(text),))]), k3)
+    whole = k3.encode_segment(text, allow_special=False)
+    letters = [i for letter in text for i in k3.encode_segment(letter, allow_special=False)]
+    at = ids.index(whole[0])
+    started = time.perf_counter()
+    with pytest.raises(TemplateError, match="is not what the template writes"):
+        parse_ids(ids[:at] + letters + ids[at + len(whole) :], k3)
+    assert time.perf_counter() - started < 10
 
 
 def test_letters_encoded_one_by_one_come_back_as_parts(k3):
