@@ -31,7 +31,8 @@ class StopStrings:
         self._held += text
         cuts = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if cuts:
-            return self._release(min(cuts)), True
+            sure, self._held = self._held[: min(cuts)], ""
+            return sure, True
         return self._release(len(self._held) - self._longest_beginning()), False
 
     def flush(self) -> str:

@@ -361,6 +361,54 @@ def test_messages_out_of_place_are_errors():
             parse_segments(wrong)
 
 
+SNIPPETS = st.sampled_from(
+    [
+        "<|open|>",
+        "<|close|>",
+        "<|sep|>",
+        "<|end_of_msg|>",
+        "<|media_begin|>",
+        "<|media_content|>",
+        "<|media_pad|>",
+        "<|media_end|>",
+        "<|close|>message<|sep|><|end_of_msg|>",
+        "<|bos|>",
+        '<|open|>message role="user"<|sep|>',
+        '<|open|>message role="assistant"<|sep|>',
+        '<|open|>message role="system" type="tool-declare"<|sep|>',
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|><|open|>response<|sep|>",
+        "<|close|>response<|sep|>",
+        "<|open|>tools<|sep|>",
+        '<|open|>call tool="f" index="1"<|sep|>',
+        "<|close|>call<|sep|>",
+        '<|open|>argument key="k" type="number"<|sep|>',
+        "<|close|>argument<|sep|>",
+        "1",
+        "[]",
+        "image 9x9",
+        "image " + "9" * 5000 + "x1",
+        "video",
+        "00:00:01.000",
+        "text",
+        "\u00e9",
+    ]
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(snippets=st.lists(SNIPPETS, max_size=25), cut=st.integers(0, 3))
+def test_any_ids_come_back_or_are_refused(tiny, snippets, cut):
+    ids = tiny.encode_segment("".join(snippets), allow_special=True)
+    ids = ids[: len(ids) - cut]
+    try:
+        found = parse_ids(ids, tiny)
+    except TemplateError as exc:
+        assert exc.code in ("malformed_transcript", "not_canonical", "invalid_request")  # noqa: PT017
+    else:
+        assert encode(rendered(found), tiny) == ids
+
+
 def test_ids_that_are_not_text_are_an_error(tiny):
     ids = encode(render([Message(role="user", parts=(TextPart("é"),))]), tiny)
     broken = [token_id for token_id in ids if tiny.token_bytes(token_id) != b"\xc3"]

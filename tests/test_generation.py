@@ -1,0 +1,146 @@
+"""One answer in the making: stop strings and counts over the event stream."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from k3vl.errors import BackendError
+from k3vl.generation import Generation, StopStrings
+from k3vl.lm.backend import Token
+from k3vl.types import (
+    ChatOptions,
+    Content,
+    Finish,
+    Message,
+    Request,
+    SamplingParams,
+    ToolCallEnd,
+    Usage,
+)
+from k3vl.xtml.parser import collect
+from k3vl.xtml.tokenizer import load_tokenizer
+from tests.test_config import GOLDEN
+
+TOKENIZER = load_tokenizer(GOLDEN / "sglang_tiny")
+
+
+def ids(text: str) -> list[int]:
+    """Token ids of raw model output; control markers become control ids."""
+    return TOKENIZER.encode_segment(text, allow_special=True)
+
+
+def run(text: str, *, finish: str = "stop", thinking: bool = True, stop: tuple[str, ...] = ()):
+    request = Request(
+        messages=(Message(role="user"),),
+        options=ChatOptions(thinking=thinking),
+        sampling=SamplingParams(stop=stop),
+    )
+    generation = Generation(TOKENIZER, request, Usage(prompt_tokens=7))
+    events = []
+    tokens = ids(text)
+    for i, token in enumerate(tokens):
+        if generation.done:
+            break
+        last = i == len(tokens) - 1
+        events += generation.feed(Token(id=token, finish=finish if last else None))
+    assert generation.done
+    assert isinstance(events[-1], Finish)
+    assert sum(isinstance(event, Finish) for event in events) == 1
+    return events
+
+
+THINK = "hm<|close|>think<|sep|><|open|>response<|sep|>"
+END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+
+
+def test_reasoning_content_and_counts() -> None:
+    events = run(THINK + "Hello." + END)
+    answer = collect(events)
+    assert (answer.reasoning, answer.content, answer.finish) == ("hm", "Hello.", "stop")
+    usage = events[-1].usage
+    assert usage.prompt_tokens == 7
+    assert usage.completion_tokens == len(ids(THINK + "Hello." + END))
+    assert 0 < usage.reasoning_tokens <= len(ids(THINK)) + 1
+
+
+def test_without_thinking_nothing_is_reasoning() -> None:
+    events = run("Hello." + END, thinking=False)
+    assert collect(events).content == "Hello."
+    assert events[-1].usage.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("stop", ["lo w", "H", "!", "o", "world!"])
+def test_content_ends_before_a_stop_string(stop: str) -> None:
+    whole = "Hello world! Bye."
+    events = run(THINK + whole + END, stop=(stop, "never"))
+    answer = collect(events)
+    assert answer.content == whole[: whole.index(stop)]
+    assert answer.finish == "stop"
+    assert answer.reasoning == "hm"
+
+
+def test_stop_strings_do_not_look_at_reasoning() -> None:
+    assert collect(run(THINK + "yes" + END, stop=("hm",))).content == "yes"
+
+
+def test_a_beginning_of_a_stop_string_is_not_lost() -> None:
+    assert collect(run(THINK + "a stop" + END, stop=("stop!",))).content == "a stop"
+    assert collect(run(THINK + "a sto", finish="length", stop=("stop",))).content == "a sto"
+
+
+def test_content_before_tool_calls_comes_before_them() -> None:
+    call = (
+        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="k" type="number"<|sep|>1<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    )
+    events = run(THINK + "see x" + call, stop=("xyz",))
+    answer = collect(events)
+    assert answer.content == "see x"
+    assert answer.finish == "tool_calls"
+    assert answer.tool_calls[0].arguments == {"k": 1}
+    kinds = [type(event) for event in events]
+    assert max(i for i, kind in enumerate(kinds) if kind is Content) < kinds.index(ToolCallEnd)
+
+
+def test_length_is_reported() -> None:
+    assert collect(run(THINK + "Hel", finish="length")).finish == "length"
+
+
+def test_an_unfinished_character_at_the_end_is_replaced() -> None:
+    request = Request(messages=(), options=ChatOptions(thinking=False))
+    generation = Generation(TOKENIZER, request, Usage())
+    first = "é".encode()[0]
+    events = generation.feed(Token(id=ids("a")[0]))
+    events += generation.feed(Token(id=first, finish="length"))
+    assert collect(events).content == "a\ufffd"
+
+
+def test_a_finish_without_a_token() -> None:
+    generation = Generation(TOKENIZER, Request(messages=()), Usage())
+    assert isinstance(generation.feed(Token(id=None, finish="length"))[-1], Finish)
+    assert generation.done
+
+
+def test_the_backends_error_is_the_callers() -> None:
+    generation = Generation(TOKENIZER, Request(messages=()), Usage())
+    with pytest.raises(BackendError, match="gone"):
+        generation.feed(BackendError("gone"))
+    assert generation.done
+
+
+def test_any_cut_of_the_text_stops_at_the_same_place() -> None:
+    text, stops = "aabaabaac", ("aabaac", "ac")
+    want = text[:3]
+    for cuts in itertools.product([0, 1], repeat=len(text) - 1):
+        stream, out, piece = StopStrings(stops), "", ""
+        stopped = False
+        for char, cut in zip(text, (*cuts, 1), strict=True):
+            piece += char
+            if cut and not stopped:
+                sure, stopped = stream.feed(piece)
+                out, piece = out + sure, ""
+        assert stopped
+        assert out == want

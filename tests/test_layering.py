@@ -1,0 +1,103 @@
+"""Imports may only point down, and siblings do not know each other (``ast``, nothing is run)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = (
+    ("k3vl.app", "k3vl.__main__"),
+    ("k3vl.demo",),
+    ("k3vl.pipeline", "k3vl.load", "k3vl.generation"),
+    ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
+    ("k3vl.checkpoint", "k3vl.checkpoint_summary"),
+    ("k3vl.kernels",),
+    ("k3vl.types", "k3vl.config"),
+    ("k3vl.errors",),
+)
+"""From top to bottom."""
+SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm")
+SOURCES = {"k3vl": "k3vl", "kernels": "k3vl.kernels", "app": "k3vl.app"}
+"""Real folders -> package names; the links inside k3vl are skipped."""
+
+
+def modules() -> list[tuple[Path, str]]:
+    found = []
+    for folder, package in SOURCES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder)
+            if folder == "k3vl" and inside.parts[0] in {"kernels", "app"}:
+                continue
+            name = ".".join([package, *inside.with_suffix("").parts]).removesuffix(".__init__")
+            found.append((path, name))
+    return found
+
+
+def part_of(module: str) -> tuple[int, str] | None:
+    """Layer and member that a module belongs to."""
+    for number, layer in enumerate(LAYERS):
+        for member in layer:
+            if module == member or module.startswith(member + "."):
+                return number, member
+    return None
+
+
+def imported(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def violation(module: str, target: str) -> str | None:
+    mine, theirs = part_of(module), part_of(target)
+    if mine is None or theirs is None:
+        return None
+    if theirs[0] < mine[0]:
+        return f"{module} imports {target}, which lies above it"
+    if mine[1] != theirs[1] and mine[1] in SIBLINGS and theirs[1] in SIBLINGS:
+        return f"{module} imports {target}, its sibling"
+    return None
+
+
+@pytest.mark.parametrize(("path", "name"), [pytest.param(*m, id=m[1]) for m in modules()])
+def test_imports_point_down(path: Path, name: str) -> None:
+    assert [v for target in imported(path) if (v := violation(name, target))] == []
+
+
+def test_every_module_has_a_place() -> None:
+    assert [name for _, name in modules() if part_of(name) is None and name != "k3vl"] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        ("k3vl.xtml.render", "k3vl.vision.plan"),
+        ("k3vl.kernels.kda", "k3vl.lm.batch.Batch"),
+        ("k3vl.lm.model", "k3vl.pipeline.Pipeline"),
+        ("k3vl.errors", "k3vl.types"),
+    ],
+)
+def test_the_rule_catches(module: str, target: str) -> None:
+    assert violation(module, target)
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_long = []
+    for path, name in modules():
+        source = path.read_text(encoding="utf-8")
+        if source.count("\n") > 500:
+            too_long.append(name)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+                body_starts = node.body[0].end_lineno or node.lineno  # behind a docstring
+                if node.end_lineno - body_starts > 60:
+                    too_long.append(f"{name}.{node.name}")
+    assert too_long == []
