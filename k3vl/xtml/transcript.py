@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from k3vl.xtml.tokenizer import Tokenizer
 
 TIMESTAMP: Final = re.compile(r"(?:\d+:)?\d\d:\d\d(?:\.\d{3})?")
-_IMAGE_HEADER: Final = re.compile(r"image (\d+)x(\d+)")
+_IMAGE_HEADER: Final = re.compile(r"image ([0-9]{1,9})x([0-9]{1,9})")
 _READY_IMAGES: Final = (tokens.MEDIA_PAD, tokens.IMAGE_PLACEHOLDER)
 
 
