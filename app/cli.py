@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands, so ``k3vl --help`` answers at on
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,4 +191,6 @@ def checkpoint(directory: Path, memory: int | None, device: Device) -> None:
 
 def main() -> None:
     """Entry point of the ``k3vl`` script."""
+    # Pillow prints remarks on odd files; ours come with the file's record.
+    warnings.filterwarnings("ignore", module="PIL")
     cli(prog_name="k3vl")
