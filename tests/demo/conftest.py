@@ -10,8 +10,22 @@ from PIL import Image, ImageDraw, ImageFont
 from k3vl.demo.atlas import CELL, load_atlas
 
 NAMES = (
-    "kite", "owl", "goggles", "mouse face", "bowl with spoon", "popcorn", "green apple", "fox",
-    "tokyo tower", "bus", "knife", "cherries", "house", "unicorn", "wolf", "lemon",
+    "kite",
+    "owl",
+    "goggles",
+    "mouse face",
+    "bowl with spoon",
+    "popcorn",
+    "green apple",
+    "fox",
+    "tokyo tower",
+    "bus",
+    "knife",
+    "cherries",
+    "house",
+    "unicorn",
+    "wolf",
+    "lemon",
 )
 SETS = ("noto", "twemoji", "fluent-emoji-flat", "fluent-hc", "openclipart")
 

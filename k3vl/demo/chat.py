@@ -1,0 +1,197 @@
+"""Token rows of training conversations, in K3's chat format.
+
+The format itself is ``k3vl.xtml``'s; a test holds every row made here against its renderer. This
+module exists because training needs a thousand rows a second and knows where the answers lie: the
+pieces between the answers are encoded once and kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from k3vl.demo.geometry import SPECIAL_ID, SPECIALS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from k3vl.demo.tasks import Turn
+
+EFFORTS = ("low", "high", "max")
+
+_BOS, _EOS, _END, _OPEN, _CLOSE, _SEP, _BEGIN, _CONTENT, _MEDIA_END, _PAD = (
+    SPECIAL_ID[name] for name in SPECIALS[:10]
+)
+MEDIA_PAD, ROW_PAD, CLOSE = _PAD, SPECIAL_ID["<|pad|>"], _CLOSE
+# The pieces between which no merge of the demo's vocabulary crosses, so that they can be kept.
+_WORD = re.compile(r" ?[^\W\d_]+|\d| ?[^\s\w]+|_+|\s+")
+
+_EFFORT_TEXT = (
+    "`thinking_effort` guides on how much to think in your thinking channel (not including the "
+    "response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
+    "Now the system is invoked with `thinking_effort={}`."
+)
+
+# The answer and the token that ends it count fully; what must follow it is learned at once.
+_FULL, _FORM = 1.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture or one 4-frame group as the prompt sees it.
+
+    Attributes:
+        header: ``image 640x480`` or ``video``.
+        tokens: visual tokens.
+        timestamp: text in front of a video group.
+    """
+
+    header: str
+    tokens: int
+    timestamp: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a conversation is laid out.
+
+    Attributes:
+        thinking: with a think channel.
+        effort: value of the effort preamble; None leaves it out. Only with ``thinking``.
+        system: text of a system message; "" for none.
+        media_last: the media follow the first question.
+    """
+
+    thinking: bool = False
+    effort: str | None = None
+    system: str = ""
+    media_last: bool = False
+
+
+@dataclass(slots=True)
+class Row:
+    """A conversation as tokens.
+
+    Attributes:
+        ids: all tokens.
+        targets: positions in ``ids`` that are to be predicted.
+        weights: weight of each target.
+        owners: turn that each target belongs to.
+        media: position of the first pad of every media item.
+        answers: start and end of every answer's text, without what closes it.
+        turns: the turns that fitted.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    media: list[int] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+
+class Chat:
+    """Encodes conversations with one vocabulary.
+
+    Args:
+        tokenizer: path of the checkpoint's ``tokenizer.json``.
+    """
+
+    def __init__(self, tokenizer: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        self._tokenizer.encode_special_tokens = True
+        self._word = lru_cache(200_000)(self._encode_word)
+        self._attribute = lru_cache(64)(self._encode_attribute)
+
+    def text(self, text: str) -> list[int]:
+        """Ordinary text; control markers in it stay text."""
+        return [i for word in _WORD.findall(text) for i in self._word(word)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ordinary tokens back to text."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def row(self, media: Sequence[Media], turns: Sequence[Turn], style: Style, limit: int) -> Row:
+        """Lay out a conversation; turns that exceed ``limit`` tokens are left out."""
+        row = Row()
+        if style.thinking and style.effort:
+            self._internal(row, "thinking-effort", _EFFORT_TEXT.format(style.effort))
+        if style.system:
+            row.ids += [*self._message("system"), *self.text(style.system), *self._end()]
+        for turn in turns:
+            self._turn(row, media if not row.turns else (), turn, style, limit)
+        return row
+
+    # ------------------------------------------------------------------ parts
+
+    def _turn(self, row: Row, media: Sequence[Media], turn: Turn, style: Style, limit: int) -> None:
+        question, answer = self.text(turn.question), self.text(turn.answer)
+        thought = self.text(turn.thought) if style.thinking else []
+        user = self._message("user")
+        places, block = self._media(media)
+        before = len(row.ids) + len(user) + (len(question) if style.media_last else 0)
+        ids = user + (question + block if style.media_last else block + question)
+        ids += [*self._end(), *self._message("assistant")]
+        targets: list[int] = []
+        weights: list[float] = []
+
+        def say(tokens: list[int], full: int) -> None:
+            """Tokens of the assistant, of which the first ``full`` are the answer proper."""
+            start = len(row.ids) + len(ids)
+            targets.extend(range(start, start + len(tokens)))
+            weights.extend([_FULL] * full + [_FORM] * (len(tokens) - full))
+            ids.extend(tokens)
+
+        if style.thinking:
+            ids += [_OPEN, *self.text("think"), _SEP]
+            say([*thought, *self._close("think")], len(thought) + 1)
+            say([_OPEN, *self.text("response"), _SEP], 0)
+        else:
+            ids += [_OPEN, *self.text("response"), _SEP]
+        start = len(row.ids) + len(ids)
+        say([*answer, *self._close("response"), *self._end()], len(answer) + 1)
+        if len(row.ids) + len(ids) > limit:
+            return
+        row.media += [before + at for at in places]
+        row.ids += ids
+        row.targets += targets
+        row.weights += weights
+        row.owners += [len(row.turns)] * len(targets)
+        row.answers.append((start, start + len(answer)))
+        row.turns.append(turn)
+
+    def _media(self, media: Sequence[Media]) -> tuple[list[int], list[int]]:
+        places: list[int] = []
+        ids: list[int] = []
+        for item in media:
+            ids += [*self.text(item.timestamp), _BEGIN, *self.text(item.header), _CONTENT]
+            places.append(len(ids))
+            ids += [_PAD] * item.tokens + [_MEDIA_END]
+        return places, ids
+
+    def _internal(self, row: Row, kind: str, text: str) -> None:
+        opening = self._message("system")
+        opening[-1:] = [*self._attribute("type", kind), _SEP]
+        row.ids += [*opening, *self.text(text), *self._end()]
+
+    def _message(self, role: str) -> list[int]:
+        return [_OPEN, *self.text("message"), *self._attribute("role", role), _SEP]
+
+    def _close(self, tag: str) -> list[int]:
+        return [_CLOSE, *self.text(tag), _SEP]
+
+    def _end(self) -> list[int]:
+        return [*self._close("message"), _END]
+
+    def _encode_attribute(self, name: str, value: str) -> tuple[int, ...]:
+        pieces = (f" {name}", '="', value, '"')
+        return tuple(i for piece in pieces for i in self.text(piece))
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)

@@ -1,0 +1,301 @@
+"""Training of the demo model: one command, for a fixed time, resumable.
+
+::
+
+    python -m k3vl.demo.train --init CHECKPOINT --atlas FOLDER --out FOLDER --seconds 430
+
+Data is drawn on the device from the atlas while CPU workers make up scenes and conversations. Loss:
+the answers, and the label of every visual token through a head that is not shipped. Muon on the
+matrices, AdamW on the rest, one cosine over the time there is. ``--init`` continues from a
+checkpoint: the optimisers start anew with a warm-up, the curriculum is skipped. The result is
+written as bfloat16 shards under K3's names; ``k3vl.demo.pack`` makes the 8-bit directory of it.
+
+On CUDA this needs ``fla-core`` (the ``train`` extra). On a CPU it runs for tests, at toy sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from k3vl.checkpoint import save_checkpoint
+from k3vl.demo.atlas import load_atlas
+from k3vl.demo.compose import IGNORED, Composer
+from k3vl.demo.convert import from_k3, to_k3
+from k3vl.demo.feed import DeviceBatch, Feed, Sources
+from k3vl.demo.muon import Muon
+from k3vl.demo.pack import CHECKPOINT, encode_bf16, read_tensors
+from k3vl.demo.quick_check import quick_check
+from k3vl.demo.train_model import DemoModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from k3vl.demo.atlas import Atlas
+
+HEAD_FILE = "dense_head.safetensors"
+_SHARD_BYTES = 15 << 20
+_NOT_MATRICES = ("embed", "head", "vision.pos", "dense_head")
+_WARM_UP = 100  # steps
+_EARLY = 0.1  # share of a run from scratch with single small pictures only
+_BALANCE = 1e-3
+_GROUND_WEIGHT = 0.1  # most cells are ground
+_LOG_EVERY = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of a run.
+
+    Attributes:
+        init: checkpoint directory to continue from; None starts from random weights.
+        seconds: of wall clock for start-up and training together; evaluation and saving follow.
+        muon, adam: peak learning rates.
+        size: samples of a step; None fills the token budget of the recipe.
+        check: items of every set of the closing check; 0 leaves it out.
+        steps: end after so many steps; None trains until the time is over.
+    """
+
+    atlas: Path
+    out: Path
+    init: Path | None
+    seconds: float
+    workers: int
+    muon: float
+    adam: float
+    seed: int
+    size: int | None
+    check: int
+    steps: int | None
+
+
+@dataclass(slots=True)
+class Journal:
+    """Losses since the last entry, and where entries go."""
+
+    file: TextIO
+    start: float
+    samples: int = 0
+    _sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, bucket: str, losses: Tensor) -> None:
+        """Remember one step's losses without waiting for the device."""
+        self._sums[bucket].append(losses)
+
+    def write(self, **values: object) -> None:
+        """One JSON line, on disk and on the terminal."""
+        line = json.dumps({"seconds": round(time.monotonic() - self.start, 1)} | values)
+        print(line, flush=True)  # noqa: T201 - the log of a command
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def flush(self, step: int, scale: float) -> bool:
+        """Write the mean losses per bucket; False if one is not finite."""
+        means = {
+            name: [round(x, 4) for x in torch.stack(values).mean(0).tolist()]
+            for name, values in sorted(self._sums.items())
+        }
+        self._sums.clear()
+        self.write(step=step, samples=self.samples, rate=round(scale, 4), losses=means)
+        return all(math.isfinite(x) for values in means.values() for x in values)
+
+
+class Trainer:
+    """Model, optimisers and composer of one run.
+
+    Args:
+        options: settings.
+        atlas: the drawings.
+        device: where to train.
+    """
+
+    def __init__(self, options: Options, atlas: Atlas, device: torch.device) -> None:
+        torch.manual_seed(options.seed)
+        self._options = options
+        self.device = device
+        self.composer = Composer(atlas, device, options.seed)
+        self.model = DemoModel(atlas.n_classes)
+        if options.init is not None:
+            self._load(options.init)
+        self.model.to(device)
+        named = dict(self.model.named_parameters())
+        matrices = {n: p for n, p in named.items() if _is_matrix(n, p)}
+        rest = [p for n, p in named.items() if n not in matrices]
+        self._muon = Muon(matrices.values())
+        fused = device.type == "cuda"
+        self._adam = torch.optim.AdamW(
+            rest, lr=options.adam, betas=(0.9, 0.98), weight_decay=0.0, fused=fused
+        )
+        weights = torch.ones(atlas.n_classes, device=device)
+        weights[atlas.ground_label] = _GROUND_WEIGHT
+        self._class_weights = weights
+
+    def step(self, batch: DeviceBatch, scale: float, dense: float) -> Tensor:
+        """One update.
+
+        Args:
+            batch: on the device.
+            scale: of the learning rates.
+            dense: weight of the dense labels' loss.
+
+        Returns:
+            [3]: loss of the answers, loss and accuracy of the dense labels.
+        """
+        answers, labels, accuracy = self._losses(batch)
+        (answers + dense * labels).backward()
+        self._muon.step(self._options.muon * scale)
+        for group in self._adam.param_groups:
+            group["lr"] = self._options.adam * scale
+        self._adam.step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.model.balance(_BALANCE)
+        return torch.stack([answers.detach(), labels.detach(), accuracy])
+
+    def _losses(self, batch: DeviceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        arrays = batch.arrays
+        pictures, labels = self.composer(arrays, batch.bucket, noise=True)
+        features = self.model.see(pictures, batch.bucket.runs)
+        hidden = self.model(arrays["ids"].long(), features, arrays["slots"])
+        logits = self.model.logits(hidden.index_select(0, arrays["predict"].long())).float()
+        each = F.cross_entropy(logits, arrays["target"].long(), reduction="none")
+        weight = arrays["weight"]
+        answers = (each * weight).sum() / weight.sum()
+        guesses = self.model.labels(features).flatten(0, 2)
+        labels = labels.flatten()
+        dense = F.cross_entropy(guesses, labels, weight=self._class_weights, ignore_index=IGNORED)
+        with torch.no_grad():
+            things = (labels >= 0) & (labels != len(self._class_weights) - 1)
+            right = (guesses.argmax(-1) == labels) & things
+            accuracy = right.sum() / things.sum().clamp(min=1)
+        return answers, dense, accuracy
+
+    def _load(self, directory: Path) -> None:
+        state = from_k3(read_tensors(directory))
+        head = directory / HEAD_FILE
+        if head.is_file():
+            state |= load_file(head)
+        else:
+            state["dense_head"] = self.model.dense_head.detach()
+        self.model.load_state_dict(state)
+
+    def save(self, directory: Path) -> None:
+        """Write bfloat16 shards under K3's names, and the dense head beside them."""
+        state = {name: t.float().cpu() for name, t in self.model.model_state().items()}
+        save_checkpoint(
+            directory, encode_bf16(to_k3(state)), json_files={}, max_shard_bytes=_SHARD_BYTES
+        )
+        save_file({"dense_head": self.model.dense_head.detach().cpu()}, directory / HEAD_FILE)
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and name not in _NOT_MATRICES and not name.endswith(".conv")
+
+
+def train(options: Options) -> dict[str, float]:
+    """Run it, and return the closing check's exact shares by set."""
+    start = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    sources = Sources(options.atlas, CHECKPOINT / "tokenizer.json", options.size)
+    scratch = options.init is None
+    feed = Feed(sources, options.workers, early=scratch, seed=options.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _prepare(device)
+    atlas = load_atlas(options.atlas)
+    with (options.out / "train.jsonl").open("a", encoding="utf-8") as file:
+        journal = Journal(file, start)
+        try:
+            trainer = Trainer(options, atlas, device)
+            feed.start(device)
+            _loop(options, trainer, feed, journal)
+        finally:
+            feed.close()
+        trainer.save(options.out)
+        journal.write(saved=str(options.out))
+        if not options.check:
+            return {}
+        # Without gradients every graph would be compiled once more, for one batch each.
+        torch.compiler.set_stance("force_eager")
+        exact = quick_check(trainer.model, trainer.composer, sources, options.check, device)
+        journal.write(check=exact)
+        (options.out / "check.json").write_text(json.dumps(exact, indent=1), encoding="utf-8")
+        return exact
+
+
+def _prepare(device: torch.device) -> None:
+    """Compile on CUDA; run as written elsewhere."""
+    if device.type != "cuda":
+        torch.compiler.set_stance("force_eager")
+        return
+    from torch._dynamo import config as graphs
+
+    # One graph per number of mixed rows and per direction; the default limit counts them as drift.
+    graphs.recompile_limit = 64
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def _loop(options: Options, trainer: Trainer, feed: Feed, journal: Journal) -> None:
+    begin = time.monotonic()
+    end = journal.start + options.seconds
+    scratch = options.init is None
+    waited = 0.0
+    step = 0
+    while time.monotonic() < end and step != options.steps:
+        over = (time.monotonic() - begin) / max(end - begin, 1e-3)
+        if scratch and over > _EARLY:
+            feed.all_buckets()
+        scale = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(over, 1.0)))
+        asked = time.monotonic()
+        batch = feed.next()
+        waited += time.monotonic() - asked
+        begun = time.monotonic()
+        losses = trainer.step(batch, scale, 1.0 - 0.7 * over)
+        journal.add(batch.bucket.name, losses)
+        journal.samples += len(batch.arrays["ids"])
+        step += 1
+        if step <= 12:  # compilation and autotuning show here
+            losses.tolist()
+            took = round(time.monotonic() - begun, 2)
+            journal.write(step=step, bucket=batch.bucket.name, took=took)
+        if step % _LOG_EVERY == 0 and not journal.flush(step, scale):
+            journal.write(stopped="a loss is not finite")
+            return
+    journal.write(steps=step, samples=journal.samples, waited=round(waited, 1))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m k3vl.demo.train", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--atlas", type=Path, required=True, help="folder with sheets and fonts")
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights and log")
+    parser.add_argument("--init", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--seconds", type=float, default=480, help="start-up and training")
+    parser.add_argument("--workers", type=int, default=6, help="processes that make up scenes")
+    parser.add_argument("--muon", type=float, help="peak rate (4e-3, or 3e-3 with --init)")
+    parser.add_argument("--adam", type=float, help="peak rate (2e-3, or 1.5e-3 with --init)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=int, help="samples of a step")
+    parser.add_argument("--check", type=int, default=512, help="items a set; 0 for no check")
+    parser.add_argument("--steps", type=int, help="end after so many steps")
+    args = parser.parse_args(arguments)
+    fresh = args.init is None
+    args.muon = args.muon or (4e-3 if fresh else 3e-3)
+    args.adam = args.adam or (2e-3 if fresh else 1.5e-3)
+    train(Options(**vars(args)))
+
+
+if __name__ == "__main__":
+    main()
