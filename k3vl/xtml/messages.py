@@ -192,12 +192,16 @@ def _tool_call(call: Any, where: str) -> ToolCall:
     name = _word(function.get("name"), f"{at}.name")
     if name is None:
         raise TemplateError(f"{at}.name is missing", param=f"{at}.name")
-    arguments = _arguments(function.get("arguments"), f"{at}.arguments")
+    arguments = parse_arguments(function.get("arguments"), f"{at}.arguments")
     return ToolCall(name=name, arguments=arguments, id=_word(call.get("id"), f"{where}.id"))
 
 
-def _arguments(arguments: Any, where: str) -> Mapping[str, Any] | str:
-    """The decoded object; the raw text where it is not JSON at all."""
+def parse_arguments(arguments: Any, where: str) -> Mapping[str, Any] | str:
+    """The decoded object; the raw text where it is not JSON at all.
+
+    Raises:
+        TemplateError: JSON, but no object.
+    """
     if arguments is None:
         return {}
     if isinstance(arguments, Mapping):

@@ -1,36 +1,22 @@
 """JSON records in, JSON records out: what ``k3vl inspect render`` and ``parse`` do to one line.
 
-Pure functions. A record that makes no sense gives ``{"error": ...}``, never an exception. Pictures
-come as ``options.image_prompts``, the released encoder's own interface.
+Pure functions. A record that makes no sense gives ``{"error": ...}``, never an exception. Messages
+and options are read as the released encoder reads them (see ``released``); pictures come as
+``options.image_prompts``, its own interface.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from k3vl.errors import RequestError
 from k3vl.types import ChatOptions
-from k3vl.xtml.messages import parse_messages, parse_tools
 from k3vl.xtml.parser import StreamParser, collect
+from k3vl.xtml.released import released_messages, released_tools
 from k3vl.xtml.render import ImagePrompts, render
 from k3vl.xtml.tokens import Piece
-
-_OPTION_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "thinking": (bool,),
-    "thinking_effort": (str,),
-    "tool_choice": (str, Mapping),
-    "response_format": (str, Mapping),
-    "response_schema": (object,),
-    "add_generation_prompt": (bool,),
-    "image_prompts": (list,),
-}
-_PARSE_OPTION_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "thinking": (bool,),
-    "tool_choice": (str, Mapping),
-    "engine_finish": (str,),
-}
 
 
 def render_record(record: Any) -> dict[str, Any]:
@@ -41,13 +27,12 @@ def render_record(record: Any) -> dict[str, Any]:
     """
     try:
         fields = _fields(record, ("messages", "tools", "options"))
-        options = _options(fields.get("options"), _OPTION_TYPES)
-        prompts = _prompts(options.pop("image_prompts", None))
+        options = _options(fields.get("options"))
         segments = render(
-            parse_messages(fields.get("messages")),  # type: ignore[arg-type] # checks its input
-            tools=parse_tools(fields.get("tools")),
-            options=ChatOptions(**options),
-            media=prompts,
+            released_messages(fields.get("messages")),
+            tools=released_tools(fields.get("tools")),
+            options=_chat_options(options),
+            media=_prompts(options.get("image_prompts")),
         )
     except RequestError as exc:
         return {"error": str(exc)}
@@ -65,13 +50,13 @@ def parse_record(record: Any) -> dict[str, Any]:
     """
     try:
         fields = _fields(record, ("pieces", "options"))
-        options = _options(fields.get("options"), _PARSE_OPTION_TYPES)
+        options = _options(fields.get("options"))
         pieces = _pieces(fields.get("pieces"))
-        engine_finish = _engine_finish(options.get("engine_finish", "stop"))
+        engine_finish = _engine_finish(options.get("engine_finish"))
     except RequestError as exc:
         return {"error": str(exc)}
     parser = StreamParser(
-        thinking=options.get("thinking", True), tool_choice=options.get("tool_choice")
+        thinking=_flag(options, "thinking"), tool_choice=options.get("tool_choice")
     )
     answer = collect([*parser.feed(pieces), *parser.flush(engine_finish)])
     return {
@@ -99,33 +84,55 @@ def _fields(record: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
     return record
 
 
-def _options(options: Any, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """The options that are set; null is as good as absent."""
+def _options(options: Any) -> Mapping[str, Any]:
+    """The options; those that the release does not know are ignored, as there."""
     if options is None:
         return {}
     if not isinstance(options, Mapping):
         raise RequestError(f"options must be an object, not a {type(options).__name__}")
-    for name, value in options.items():
-        if name not in types:
-            raise RequestError(f"options.{name} is not known; there are {', '.join(types)}")
-        if value is not None and not isinstance(value, types[name]):
-            raise RequestError(f"options.{name} cannot be a {type(value).__name__}")
-    return {name: value for name, value in options.items() if value is not None}
+    return options
 
 
-def _prompts(prompts: list[Any] | None) -> ImagePrompts:
+def _flag(options: Mapping[str, Any], name: str) -> bool:
+    """A switch that is on unless it is set to something false; null is as good as absent."""
+    value = options.get(name)
+    return value is None or bool(value)
+
+
+def _chat_options(options: Mapping[str, Any]) -> ChatOptions:
+    """Values of a type that means nothing to the release are left out, as there."""
+    thinking = _flag(options, "thinking")
+    effort = options.get("thinking_effort") if thinking else None
+    if effort is not None and not isinstance(effort, str):
+        raise RequestError(f"options.thinking_effort cannot be a {type(effort).__name__}")
+    choice, wanted = options.get("tool_choice"), options.get("response_format")
+    schema = options.get("response_schema")
+    if schema is None and "response_schema" in options and isinstance(wanted, Mapping):
+        wanted = wanted.get("type")  # a null schema overrides the one in the format
+    return ChatOptions(
+        thinking=thinking,
+        thinking_effort=effort,
+        tool_choice=choice if isinstance(choice, str) else None,
+        response_format=wanted if isinstance(wanted, str | Mapping) else None,
+        response_schema=schema,
+        add_generation_prompt=_flag(options, "add_generation_prompt"),
+    )
+
+
+def _prompts(prompts: Any) -> ImagePrompts:
     if prompts is None:
         return ImagePrompts(None)
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise RequestError("options.image_prompts must hold strings")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("options.image_prompts must be a list of strings")
     return ImagePrompts(tuple(prompts))
 
 
-def _engine_finish(word: str) -> Literal["stop", "length"]:
-    words: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
-    if word not in words:
-        raise RequestError(f"options.engine_finish is '{word}', must be stop or length")
-    return words[word]
+def _engine_finish(word: Any) -> Literal["stop", "length"]:
+    if word is None or word == "stop":
+        return "stop"
+    if word == "length":
+        return "length"
+    raise RequestError("options.engine_finish must be stop or length")
 
 
 def _pieces(pieces: Any) -> list[Piece]:
