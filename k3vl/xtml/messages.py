@@ -31,7 +31,7 @@ _MEDIA_TYPES: Final[Mapping[str, MediaKind]] = {
 def parse_messages(data: Sequence[Any]) -> tuple[Message, ...]:
     """Read a conversation.
 
-    List items that are not mappings are skipped. A part ``{"type": "image"}`` (or ``video``)
+    Typed messages are kept as they are; other items that are not mappings are skipped. A part ``{"type": "image"}`` (or ``video``)
     without a source is an open slot: its ``source`` is the empty string, and it can be rendered
     with a layout but not loaded.
 
@@ -41,9 +41,9 @@ def parse_messages(data: Sequence[Any]) -> tuple[Message, ...]:
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
         raise TemplateError(f"messages must be a list, not {_kind(data)}", param="messages")
     return tuple(
-        _message(item, f"messages[{index}]")
+        item if isinstance(item, Message) else _message(item, f"messages[{index}]")
         for index, item in enumerate(data)
-        if isinstance(item, Mapping)
+        if isinstance(item, Message | Mapping)
     )
 
 

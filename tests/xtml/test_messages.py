@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from k3vl.errors import TemplateError
-from k3vl.types import MediaPart, TextPart, ToolCall
+from k3vl.types import MediaPart, Message, TextPart, ToolCall
 from k3vl.xtml import parse_messages, parse_tools
 
 
@@ -27,6 +27,12 @@ def test_items_that_are_not_mappings_are_skipped_but_keep_their_place_in_errors(
     with pytest.raises(TemplateError) as caught:
         parse_messages(["junk", None, {"content": "x"}])
     assert caught.value.param == "messages[2].role"
+
+
+def test_typed_messages_among_mappings_are_kept():
+    rules = Message(role="system", parts=(TextPart("rules"),))
+    question = Message(role="user", parts=(TextPart("hi"),))
+    assert parse_messages([rules, None, {"role": "user", "content": "hi"}]) == (rules, question)
 
 
 @pytest.mark.parametrize("messages", [None, "hi", {"role": "user"}, b"x", 3])
