@@ -31,9 +31,9 @@ _MEDIA_TYPES: Final[Mapping[str, MediaKind]] = {
 def parse_messages(data: Sequence[Any]) -> tuple[Message, ...]:
     """Read a conversation.
 
-    Typed messages are kept as they are; other items that are not mappings are skipped. A part ``{"type": "image"}`` (or ``video``)
-    without a source is an open slot: its ``source`` is the empty string, and it can be rendered
-    with a layout but not loaded.
+    Typed messages are kept as they are; other items that are not mappings are skipped. A part
+    ``{"type": "image"}`` (or ``video``) without a source is an open slot: its ``source`` is the
+    empty string, and it can be rendered with a layout but not loaded.
 
     Raises:
         TemplateError: ``param`` names the field, e.g. ``messages[2].content[0].text``.
