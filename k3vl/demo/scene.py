@@ -69,7 +69,7 @@ class Item:
     fixed: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
     """Printed text; ``ink`` and ``card`` are colour indices, ``card`` -1 means none."""
 
@@ -83,7 +83,7 @@ class Strip:
     card: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """What the first item does in a clip.
 
@@ -97,7 +97,7 @@ class Event:
     path: tuple[float, float] = (0.0, 0.0)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
     """What lies behind: flat, a gradient to ``second``, blurred noise, or nothing.
 
@@ -355,9 +355,8 @@ class SceneMaker:
         first = scene.items[0]
         kind = rng.choice(EVENTS)
         first.size = min(first.size, 0.45)
-        scene.event = Event(kind=kind)
         if kind in ("appear", "disappear"):
-            scene.event.frame = rng.randint(1, scene.frames - 1)
+            scene.event = Event(kind=kind, frame=rng.randint(1, scene.frames - 1))
         else:
             half = first.size / 2
             start = half + rng.uniform(0, 0.08)
@@ -367,7 +366,8 @@ class SceneMaker:
                 end -= shorter
             else:
                 start += shorter
-            scene.event.path = (end, start) if kind in ("left", "up") else (start, end)
+            path = (end, start) if kind in ("left", "up") else (start, end)
+            scene.event = Event(kind=kind, path=path)
         for other in scene.items[1:]:
             other.size = min(other.size, 0.3)
         # Two of the same name would make the answer ambiguous.
