@@ -211,7 +211,7 @@ def train(options: Options) -> dict[str, float]:
     sources = Sources(options.atlas, CHECKPOINT / "tokenizer.json", options.size)
     scratch = options.init is None
     feed = Feed(sources, options.workers, early=scratch, seed=options.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     _prepare(device)
     atlas = load_atlas(options.atlas)
     with (options.out / "train.jsonl").open("a", encoding="utf-8") as file:

@@ -1,0 +1,28 @@
+"""Run by a test in its own process, because Triton reads TRITON_INTERPRET when it is imported."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from k3vl.demo.atlas import load_atlas
+from k3vl.demo.batches import BUCKETS, BatchMaker
+from k3vl.demo.chat import Chat
+from k3vl.demo.compose import Composer, paint, paint_reference
+from k3vl.demo.feed import to_device
+from k3vl.demo.pack import CHECKPOINT
+from k3vl.demo.words import Printer, find_fonts
+
+atlas = load_atlas(Path(sys.argv[1]))
+maker = BatchMaker(atlas, Chat(CHECKPOINT / "tokenizer.json"), 3)
+printer = Printer(find_fonts(atlas.folder), 1)
+composer = Composer(atlas, "cpu", 1)
+for bucket in BUCKETS:
+    if bucket.name not in ("img56", "vid112short", "port"):
+        continue
+    arrays = to_device(maker.batch(bucket, 2), printer, torch.device("cpu")).arrays
+    layers = composer._layers(arrays, bucket.height, bucket.width, bucket.frames, 1, True)
+    expected, slots = paint_reference(composer._sprites, layers)
+    picture, own_slots = paint(composer._sprites, layers)
+    assert (picture - expected).abs().max() < 1e-4, bucket.name
+    assert (slots == own_slots).all(), bucket.name

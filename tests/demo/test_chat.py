@@ -1,0 +1,123 @@
+import random
+
+import pytest
+
+from k3vl.config import load_media_config
+from k3vl.demo.batches import BUCKETS, SAMPLE_FPS, BatchMaker, clip_times, timestamp
+from k3vl.demo.chat import Chat, Media, Style
+from k3vl.demo.pack import CHECKPOINT
+from k3vl.demo.tasks import Turn
+from k3vl.types import ChatOptions, MediaGroup, MediaLayout, MediaPart, Message, TextPart
+from k3vl.vision.plan import format_timestamp, sample_frames
+from k3vl.xtml.render import render
+from k3vl.xtml.tokenizer import encode, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(CHECKPOINT / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(CHECKPOINT)
+
+
+TURNS = (
+    Turn("caption", "Describe this.", "A fox and an owl.", "Left to right: fox, owl."),
+    Turn("text", "Read the text.", "A7Q <|sep|>", ""),
+)
+
+
+def _messages(parts, style):
+    first = [MediaPart("image" if p.timestamp == "" else "video", b"") for p in parts[:1]]
+    if all(p.timestamp == "" for p in parts):
+        first = [MediaPart("image", b"") for _ in parts]
+    out = []
+    if style.system:
+        out.append(Message(role="system", parts=(TextPart(style.system),)))
+    for i, turn in enumerate(TURNS):
+        media, text = (first if i == 0 else []), [TextPart(turn.question)]
+        order = (*text, *media) if style.media_last else (*media, *text)
+        out.append(Message(role="user", parts=tuple(order)))
+        out.append(
+            Message(role="assistant", parts=(TextPart(turn.answer),), reasoning=turn.thought)
+        )
+    return out
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        Style(),
+        Style(media_last=True, system="Answer briefly."),
+        Style(thinking=True),
+        Style(thinking=True, effort="high"),
+    ],
+)
+@pytest.mark.parametrize(
+    "media",
+    [
+        (Media("image 640x48", 3),),
+        (Media("image 28x28", 1), Media("image 1000x2000", 4)),
+        (Media("video", 2, "00:00:00.000"), Media("video", 2, "00:00:02.250")),
+    ],
+)
+def test_rows_are_what_the_renderer_writes(chat, tokenizer, media, style):
+    if media[0].timestamp:
+        groups = tuple(MediaGroup(m.tokens, m.timestamp) for m in media)
+        layouts = [MediaLayout("video", 56, 28, groups)]
+    else:
+        layouts = []
+        for m in media:
+            width, height = m.header.split()[1].split("x")
+            layouts.append(MediaLayout("image", int(width), int(height), (MediaGroup(m.tokens),)))
+    options = ChatOptions(
+        thinking=style.thinking, thinking_effort=style.effort, add_generation_prompt=False
+    )
+    segments = render(_messages(media, style), options=options, media=layouts)
+    row = chat.row(media, TURNS, style, limit=10_000)
+    assert row.ids == list(encode(segments, tokenizer))
+    pads = [i for i, token in enumerate(row.ids) if token == 9]
+    assert pads == [at + k for at, m in zip(row.media, media, strict=True) for k in range(m.tokens)]
+
+
+def test_targets_are_the_assistants_tokens(chat):
+    row = chat.row((Media("image 28x28", 1),), TURNS, Style(thinking=True), limit=1000)
+    said = [chat.decode(row.ids[start:end]) for start, end in row.answers]
+    assert said == [turn.answer for turn in TURNS]
+    text = chat.decode([row.ids[at] for at in row.targets])
+    assert text.startswith("Left to right: fox, owl.think")
+    assert "Describe" not in text
+
+
+def test_turns_beyond_the_limit_are_left_out(chat):
+    whole = chat.row((), TURNS, Style(), limit=1000)
+    short = chat.row((), TURNS, Style(), limit=len(whole.ids) - 1)
+    assert [turn.task for turn in short.turns] == ["caption"]
+    assert short.ids == whole.ids[: len(short.ids)]
+
+
+@pytest.mark.parametrize("rate", [1.0, 2.0, 5.0, 12.0, 25.0, 30000 / 1001])
+@pytest.mark.parametrize("frames", [1, 3, 4, 9, 16])
+def test_clip_times_are_those_of_the_processors_plan(rate, frames):
+    config = load_media_config(CHECKPOINT)
+    assert config.sample_fps == SAMPLE_FPS
+    times = clip_times(rate, frames)
+    length = round(frames * rate / min(rate, SAMPLE_FPS))
+    chosen = sample_frames(length, rate, config.sample_fps)
+    assert times == [index / rate for index in chosen]
+    assert [timestamp(t) for t in times] == [format_timestamp(t) for t in times]
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=lambda b: b.name)
+def test_batches_keep_their_shapes(atlas, chat, bucket):
+    batch = BatchMaker(atlas, chat, random.Random(bucket.name).randrange(1000)).batch(bucket, 3)
+    assert batch.ids.shape == (3, bucket.row)
+    assert batch.slots.shape == (3, len(bucket.runs), bucket.visual)
+    assert batch.geometry.shape[:2] == (3 * bucket.pictures, bucket.frames)
+    flat = batch.ids.reshape(-1)
+    assert (flat[batch.predict + 1] == batch.target).all()
+    heights, widths = batch.extent.T
+    assert ((heights > bucket.height - 28) & (heights <= bucket.height)).all()
+    assert ((widths > bucket.width - 28) & (widths <= bucket.width)).all()

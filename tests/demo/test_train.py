@@ -1,0 +1,56 @@
+import json
+import math
+
+import pytest
+import torch
+
+from k3vl.demo import train
+from k3vl.demo.muon import Muon, orthogonal
+
+
+@pytest.fixture(autouse=True)
+def _eager():
+    torch.set_num_threads(1)
+    yield
+    torch.compiler.set_stance("default")
+
+
+def _run(atlas_folder, out, *more):
+    arguments = ["--atlas", str(atlas_folder), "--out", str(out), "--seconds", "300", "--size", "1"]
+    train.main([*arguments, "--workers", "1", "--steps", "2", "--check", "0", *more])
+    return [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
+
+
+def test_a_run_can_be_continued(atlas_folder, tmp_path):
+    first = _run(atlas_folder, tmp_path / "one")
+    assert {line["bucket"] for line in first if "bucket" in line} <= {"img112", "img84"}
+    assert not (tmp_path / "one" / "config.json").exists()
+    second = _run(atlas_folder, tmp_path / "two", "--init", str(tmp_path / "one"))
+    assert second[-1] == {"seconds": second[-1]["seconds"], "saved": str(tmp_path / "two")}
+    files = sorted((tmp_path / "two").iterdir())
+    assert len(files) <= 8
+    assert max(file.stat().st_size for file in files) < 16 * 2**20
+
+
+def test_orthogonal_keeps_directions_and_evens_lengths():
+    torch.manual_seed(0)
+    matrix = torch.randn(2, 24, 16) * torch.logspace(0, -1, 16)
+    singular = torch.linalg.svdvals(orthogonal(matrix))
+    assert singular.min() > 0.5
+    assert singular.max() < 1.4
+
+
+def test_muon_walks_downhill():
+    torch.manual_seed(0)
+    target = torch.randn(3, 8, 8)
+    weight = torch.nn.Parameter(torch.zeros(3, 8, 8))
+    optimiser = Muon([weight], decay=0.0)
+    losses = []
+    for _ in range(60):
+        loss = (weight - target).pow(2).mean()
+        weight.grad = None
+        loss.backward()
+        optimiser.step(0.1)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.3 * losses[0]
+    assert math.isfinite(losses[-1])
