@@ -287,11 +287,11 @@ def clip_times(rate: float, frames: int) -> list[float]:
 
 
 def timestamp(seconds: float) -> str:
-    """``hh:mm:ss.fff``, cut to milliseconds."""
-    milliseconds = int(seconds * 1000)
-    minutes, rest = divmod(milliseconds, 60_000)
+    """``hh:mm:ss.fff``; the milliseconds are cut from the fraction, as K3's processor does."""
+    whole = int(seconds)
+    minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours % 24:02d}:{minutes:02d}:{rest // 1000:02d}.{rest % 1000:03d}"
+    return f"{hours % 24:02d}:{minutes:02d}:{rest:02d}.{int((seconds - whole) * 1000):03d}"
 
 
 def _assemble(
