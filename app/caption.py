@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from k3vl.app.output import json_line, printable, write_record, write_text
 from k3vl.errors import ConfigError, K3VLError, RequestError
 from k3vl.pipeline import Pipeline, Reply
 from k3vl.types import MediaPart, Message, Request, SamplingParams, TextPart
 from k3vl.vision.inspect import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from k3vl.load import Device
@@ -49,12 +50,12 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """Files as given; folders give every picture and clip in them, sorted, links not followed."""
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike Path.is_dir, False for a name that cannot be looked up
             found += sorted(
                 file
                 for file in path.rglob("*")
                 if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
-                and file.is_file()
+                and os.path.isfile(file)
                 and not file.is_symlink()
             )
         else:
@@ -73,21 +74,19 @@ def caption_paths(
     """
     files = find_files(paths)
     if not files:
-        raise ConfigError("no pictures or clips there: " + ", ".join(map(str, paths)))
+        raise ConfigError("no pictures or clips there: " + ", ".join(map(printable, paths)))
     failures = 0
     with ExitStack() as stack:
-        output = _open_output(settings.output, stack)
+        keep = stack.enter_context(_output(settings.output)) if settings.output else None
         pipeline = stack.enter_context(Pipeline.load(settings.model, device=settings.device))
         progress = stack.enter_context(_progress(quiet=quiet))
         task = progress.add_task("captioning", total=len(files))
         for path, result in _captions(pipeline, files, settings):
             record = _record(path, result, pipeline.name)
             failures += isinstance(result, K3VLError)
-            line = json.dumps(record, ensure_ascii=False)
-            if output:
-                output.write(line + "\n")
-                output.flush()
-            _show(record, line, as_json=as_json)
+            if keep:
+                keep(json_line(record))
+            _show(record, as_json=as_json)
             progress.advance(task)
     return failures
 
@@ -130,15 +129,16 @@ def _record(path: Path, result: Reply | K3VLError, model: str) -> dict[str, Any]
     }
 
 
-def _show(record: dict[str, Any], line: str, *, as_json: bool) -> None:
+def _show(record: dict[str, Any], *, as_json: bool) -> None:
     """Results on standard output; what went wrong on standard error."""
-    path = click.style(record["path"], bold=True)
+    path = click.style(printable(record["path"]), bold=True)
     if as_json:
-        click.echo(line)
+        write_record(record)
     elif "error" in record:
         click.echo(f"{path}: {click.style('error: ' + record['error'], fg='red')}", err=True)
     else:
-        click.echo(f"{path}: {record['caption']}")
+        line = f"{path}: {record['caption']}\n"
+        write_text(line if sys.stdout.isatty() else click.unstyle(line))
         for warning in record["warnings"]:
             click.echo(f"{path}: {click.style('note: ' + warning, dim=True)}", err=True)
 
@@ -157,11 +157,28 @@ def _progress(*, quiet: bool) -> Progress:
     )
 
 
-def _open_output(path: Path | None, stack: ExitStack) -> TextIO | None:
-    """Open the output before any work is done."""
-    if path is None:
-        return None
+@contextmanager
+def _output(path: Path) -> Iterator[Callable[[str], None]]:
+    """Open the output before any work is done; gives what writes a line to it, at once."""
+
+    def failed(exc: OSError) -> ConfigError:
+        return ConfigError(f"{printable(path)}: cannot be written ({exc.strerror})")
+
+    def write(line: str) -> None:
+        try:
+            file.write(line.encode())
+            file.flush()
+        except OSError as exc:
+            raise failed(exc) from exc
+
     try:
-        return stack.enter_context(path.open("w", encoding="utf-8"))
+        file = path.open("wb")
     except OSError as exc:
-        raise ConfigError(f"{path}: cannot be written ({exc.strerror})") from exc
+        raise failed(exc) from exc
+    try:
+        yield write
+    finally:
+        try:
+            file.close()
+        except OSError as exc:
+            raise failed(exc) from exc

@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands, so ``k3vl --help`` answers at on
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from k3vl import __version__
+from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import K3VLError
 
 if TYPE_CHECKING:
@@ -21,16 +23,23 @@ if TYPE_CHECKING:
     from k3vl.load import Device
 
 EXIT_ITEM_ERRORS = 2
+EXIT_INTERRUPTED = 130
 
 
 class _Group(click.Group):
-    """Turns our own errors into one line and exit code 1; everything else is a bug."""
+    """Turns our own errors into one line and exit code 1, Ctrl-C into one line and 130.
+
+    Everything else is a bug.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except K3VLError as exc:
             raise click.ClickException(str(exc)) from exc
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -191,6 +200,9 @@ def checkpoint(directory: Path, memory: int | None, device: Device) -> None:
 
 def main() -> None:
     """Entry point of the ``k3vl`` script."""
+    prepare_interrupt()
+    prepare_streams()
     # Pillow prints remarks on odd files; ours come with the file's record.
     warnings.filterwarnings("ignore", module="PIL")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
     cli(prog_name="k3vl")

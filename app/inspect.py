@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections import Counter
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from k3vl.app.output import write_record
 from k3vl.config import (
     K3_MEDIA,
     K25_MEDIA,
@@ -18,7 +20,7 @@ from k3vl.config import (
     load_config,
     load_media_config,
 )
-from k3vl.errors import MediaError
+from k3vl.errors import ConfigError, MediaError
 from k3vl.vision.inspect import describe, load_path, save_model_view
 from k3vl.vision.processor import MediaProcessor
 
@@ -28,12 +30,7 @@ if TYPE_CHECKING:
 
     from k3vl.checkpoint_summary import CheckpointSummary
     from k3vl.load import Device
-
-
-def write_record(record: dict[str, Any]) -> None:
-    """One JSON Lines record on standard output, at once."""
-    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    from k3vl.types import ProcessedMedia
 
 
 def transform_lines(files: Sequence[str], transform: Callable[[Any], dict[str, Any]]) -> None:
@@ -43,7 +40,7 @@ def transform_lines(files: Sequence[str], transform: Callable[[Any], dict[str, A
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: also a number of too many digits
             write_record({"error": f"line {number}: not JSON"})
             continue
         write_record(transform(record))
@@ -68,30 +65,57 @@ def media_config(name: str) -> MediaConfig:
 def inspect_media(
     paths: Sequence[Path], config: str, *, save_dir: Path | None, parity: bool
 ) -> int:
-    """One record per path; returns how many could not be used."""
+    """One record per path; returns how many could not be used.
+
+    Raises:
+        ConfigError: the settings cannot be read, or the directory cannot be made.
+    """
+    if save_dir is not None:
+        try:
+            save_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"{save_dir}: cannot be made ({exc.strerror})") from exc
     processor = MediaProcessor(media_config(config), parity=parity)
     stems = _unique_stems(paths)
     failures = 0
     for path, stem in zip(paths, stems, strict=True):
         try:
             media = load_path(path, processor)
+            if save_dir is not None:
+                _save(media, save_dir, stem)
         except MediaError as exc:
             failures += 1
             write_record({"path": str(path), "error": str(exc), "code": exc.code})
-            continue
-        if save_dir is not None:
-            save_model_view(media, save_dir, stem)
-        write_record(describe(path, media))
+        else:
+            write_record(describe(path, media))
     return failures
+
+
+def _save(media: ProcessedMedia, directory: Path, stem: str) -> None:
+    """Write the views; what cannot be written fails this file alone."""
+    try:
+        save_model_view(media, directory, stem)
+    except OSError as exc:
+        raise MediaError(
+            f"the view cannot be saved in {directory} ({exc.strerror})", code="save_failed"
+        ) from exc
 
 
 def _unique_stems(paths: Sequence[Path]) -> list[str]:
     """File stems, numbered where two inputs share one, so that no view overwrites another."""
     stems = [path.stem for path in paths]
-    return [
-        stem if stems.count(stem) == 1 else f"{stem}-{stems[:i].count(stem) + 1}"
-        for i, stem in enumerate(stems)
-    ]
+    uses = Counter(stems)
+    taken = {stem for stem, times in uses.items() if times == 1}
+    numbers = {stem: count(1) for stem in uses}
+    unique = []
+    for stem in stems:
+        name = stem
+        if uses[stem] > 1:
+            numbered = (f"{stem}-{number}" for number in numbers[stem])
+            name = next(candidate for candidate in numbered if candidate not in taken)
+            taken.add(name)
+        unique.append(name)
+    return unique
 
 
 def inspect_checkpoint(directory: Path, *, memory: int | None, device: Device) -> bool:

@@ -31,6 +31,7 @@ from PIL import (
 
 from k3vl.errors import MediaError
 from k3vl.vision.sniff import HEAD_BYTES, Sniffed, sniff, webp_canvas
+from k3vl.vision.structure import box_ends_early, count_pages, png_without_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 ACCEPTED = "JPEG, PNG, WebP, GIF, BMP, TIFF, PPM/PGM, AVIF"
 _DRAFT_PIXELS = 64_000_000
 _ORIENTATION = 0x0112
+_SCALE_ROWS = 128
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -121,7 +123,7 @@ def load_image(
         kind = check_image(source, limits)
         image, name, data = open_image(source, kind), kind.name, source
     check_pixels(image.size, limits)
-    num_frames = _count_frames(image, warnings)
+    num_frames = _count_frames(image, data, warnings, limits.max_source_frames)
     size_in_header = image.size
     if plan_size is not None and not parity and data and name == "JPEG":
         _draft(image, plan_size)
@@ -198,6 +200,8 @@ def open_image(data: bytes, kind: Sniffed) -> ImageFile:
     Raises:
         MediaError: ``image_truncated``, ``image_corrupt``, ``image_too_large``.
     """
+    if kind.decoder == "PNG":
+        data = png_without_text(data)
     try:
         return _DECODERS[kind.decoder](BytesIO(data), "")
     except _BOMBS as exc:
@@ -218,10 +222,11 @@ _DECODERS: Mapping[str, Callable[[BytesIO, str], ImageFile]] = {
 }
 
 
-def _count_frames(image: Image.Image, warnings: list[str]) -> int:
-    """Pictures in the file; more than one is never silent."""
+def _count_frames(image: Image.Image, data: bytes, warnings: list[str], limit: int) -> int:
+    """Pictures in the file, counted up to the limit; more than one is never silent."""
     try:
-        count = int(getattr(image, "n_frames", 1))
+        counted = count_pages(data, image.format or "", limit) if data else None
+        count = int(getattr(image, "n_frames", 1)) if counted is None else max(counted, 1)
     except (*_BOMBS, *DECODER_ERRORS):
         image.seek(0)
         warnings.append("more than one frame, later ones are damaged; first used")
@@ -229,7 +234,8 @@ def _count_frames(image: Image.Image, warnings: list[str]) -> int:
     if count > 1:
         what = {"TIFF": "pages", "MPO": "pictures"}.get(image.format or "", "frames")
         animated = "animated, " if what == "frames" else ""
-        warnings.append(f"{animated}{count} {what}, first used")
+        number = f"{count}" if count <= limit else f"more than {limit}"
+        warnings.append(f"{animated}{number} {what}, first used")
     return count
 
 
@@ -275,6 +281,8 @@ def _ends_early(name: str, data: bytes) -> bool:
         return len(data) < int.from_bytes(data[4:8], "little") + 8
     if name == "BMP":
         return len(data) < int.from_bytes(data[2:6], "little")
+    if name == "AVIF":
+        return box_ends_early(data)
     return False
 
 
@@ -359,9 +367,12 @@ def _to_eight_bits(image: Image.Image, warnings: list[str]) -> Image.Image:
     else:
         warnings.append(f"grey values from {low:g} to {high:g} scaled to 0-255")
     span = high - low or 1.0
-    wide: np.ndarray = values.astype(np.float32 if is_sixteen_bit else np.float64)
-    scaled = np.rint((wide - low) * (255.0 / span)).clip(0, 255)
-    grey = Image.fromarray(scaled.astype(np.uint8))
+    scaled = np.empty(values.shape, np.uint8)
+    for top in range(0, len(values), _SCALE_ROWS):  # bounds the float copies of a large picture
+        rows = slice(top, top + _SCALE_ROWS)
+        wide: np.ndarray = values[rows].astype(np.float32 if is_sixteen_bit else np.float64)
+        scaled[rows] = np.rint((wide - low) * (255.0 / span)).clip(0, 255)
+    grey = Image.fromarray(scaled)
     key = image.info.get("transparency")
     if not isinstance(key, int):
         return grey

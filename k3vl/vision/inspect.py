@@ -6,6 +6,7 @@ Named like the standard library's module; imported only as ``k3vl.vision.inspect
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from k3vl.errors import MediaError
@@ -27,8 +28,10 @@ def plan_record(record: object, config: MediaConfig) -> dict[str, Any]:
     try:
         width, height = _size_field(record, "width"), _size_field(record, "height")
         plan = plan_image(width, height, config)
-    except (MediaError, OverflowError) as exc:
+    except MediaError as exc:
         return {"error": str(exc)}
+    except OverflowError:
+        return {"error": "'width' or 'height' is too large"}
     return {
         "new_width": plan.new_width,
         "new_height": plan.new_height,
@@ -85,12 +88,16 @@ def load_path(
 
 
 def kind_of(path: Path) -> MediaKind:
-    """``video`` for video containers, else ``image`` (whose errors are the more precise ones)."""
+    """``video`` for video and audio files, else ``image`` (whose errors are more precise then).
+
+    Sound, with cover art or without, is a clip that lacks its pictures.
+    """
     try:
-        is_video = path.is_file() and sniff(read_path(path, HEAD_BYTES)).family == "video"
+        if os.path.isfile(path) and sniff(read_path(path, HEAD_BYTES)).family in ("video", "audio"):
+            return "video"
     except MediaError:
-        return "image"
-    return "video" if is_video else "image"
+        pass  # said by whoever opens the file
+    return "image"
 
 
 def describe(path: Path, media: ProcessedMedia) -> dict[str, Any]:

@@ -77,7 +77,8 @@ _MAGIC: tuple[tuple[bytes, Sniffed], ...] = (
     (b"version https://git-lfs", Sniffed("other", "a Git LFS pointer, not the file itself")),
 )
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-_PNM = re.compile(rb"P[1-6]\s*(#[^\n]*\s+)*\d+\s")
+# Each byte can be matched in one way only: the time stays linear.
+_PNM = re.compile(rb"P[1-6]\s*(?:#[^\r\n]*[\r\n]\s*)*\d+\s")
 _MP4_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _UNKNOWN = Sniffed("other", "no known picture or video format")
 
@@ -143,12 +144,19 @@ def _ftyp(head: bytes) -> Sniffed:
 
 
 def _is_transport_stream(head: bytes) -> bool:
-    """Sync bytes every 188 bytes, or every 192 with a 4-byte time in front (Blu-ray)."""
+    """Sync bytes every 188 bytes, or every 192 with a 4-byte time in front (Blu-ray).
+
+    A recording may have been joined inside a packet; without a whole packet in front, more marks
+    are asked for.
+    """
     for start, step in ((0, 188), (4, 192)):
         marks = head[start::step]
         if len(marks) >= 3 and set(marks[:5]) == {0x47}:
             return True
-    return False
+    return any(
+        len(marks) >= 16 and set(marks) == {0x47}
+        for marks in (head[start::188] for start in range(1, 188))
+    )
 
 
 def _text(head: bytes) -> Sniffed:

@@ -37,6 +37,8 @@ Resolved: TypeAlias = bytes | Path | Image.Image
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 1 << 16
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# All that IANA has given out for public use; what lies outside is old, local or translated.
+_PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,18 +180,27 @@ def decode_data_uri(uri: str, kind: MediaKind, max_bytes: int) -> bytes:
 
 def _local(path: Path, kind: MediaKind, policy: FetchPolicy) -> Path:
     """A regular, non-empty file; a local clip may be larger than memory, it is never read whole."""
+    name = _shown(path)
     try:
         info = path.stat()
     except (OSError, ValueError) as exc:
         reason = "no such file" if isinstance(exc, FileNotFoundError) else "cannot be read"
-        raise MediaError(f"{path.name}: {reason}", code="media_not_found") from exc
+        raise MediaError(f"{name}: {reason}", code="media_not_found") from exc
+    if stat.S_ISDIR(info.st_mode):
+        raise MediaError(f"{name}: is a directory, not a file", code="media_not_found")
     if not stat.S_ISREG(info.st_mode):
-        raise MediaError(f"{path.name}: not a regular file", code="media_not_found")
+        raise MediaError(f"{name}: not a regular file", code="media_not_found")
     if info.st_size == 0:
-        raise MediaError(f"{path.name}: the file is empty (0 bytes)", code=f"{kind}_empty")
+        raise MediaError(f"{name}: the file is empty (0 bytes)", code=f"{kind}_empty")
     if kind == "image" and info.st_size > policy.max_bytes:
         raise _too_large(kind, info.st_size, policy)
     return path
+
+
+def _shown(path: Path) -> str:
+    """A file's name for a message of one line; what is not printable is escaped."""
+    name = path.name or str(path)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def read_path(path: Path, limit: int | None = None) -> bytes:
@@ -202,7 +213,7 @@ def read_path(path: Path, limit: int | None = None) -> bytes:
         with path.open("rb") as file:
             return file.read(-1 if limit is None else limit)
     except OSError as exc:
-        raise MediaError(f"{path.name}: cannot be read", code="media_not_found") from exc
+        raise MediaError(f"{_shown(path)}: cannot be read", code="media_not_found") from exc
 
 
 def _file_url(url: str, kind: MediaKind, policy: FetchPolicy) -> Path:
@@ -352,6 +363,8 @@ def is_public_address(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             ip = inner
+        elif ip not in _PUBLIC_IPV6:
+            return False
     return ip.is_global and not ip.is_multicast
 
 

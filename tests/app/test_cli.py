@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from PIL import Image
 from k3vl import __version__
 from k3vl.app.caption import find_files
 from k3vl.app.cli import cli
+from k3vl.app.inspect import _unique_stems
+from k3vl.app.output import json_line, printable
 from tests.test_config import GOLDEN
 
 
@@ -225,3 +230,151 @@ def test_the_installed_script_runs() -> None:
     script = Path(sys.executable).parent / "k3vl"
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert __version__ in done.stdout
+
+
+# ------------------------------------------------------------------ hostile surroundings
+
+SCRIPT = Path(sys.executable).parent / "k3vl"
+ODD_NAMES = (
+    *(b"two\nlines.png", b"bytes\xff\xfe.png", b"esc\x1b[31m.png", b"sep\xe2\x80\xa8.png"),
+    "\u00fcn\u00ef\U0001f600.png".encode(),
+)
+
+
+@pytest.fixture
+def odd_names(tmp_path: Path) -> list[bytes]:
+    """Pictures whose names are no plain text."""
+    paths = [os.fsencode(tmp_path) + b"/" + name for name in ODD_NAMES]
+    for path in paths:
+        Image.new("RGB", (20, 20), "red").save(os.fsdecode(path))
+    return paths
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii", "latin-1"])
+def test_records_of_odd_names_are_one_line_each(odd_names, encoding: str) -> None:
+    done = subprocess.run(
+        [SCRIPT, "inspect", "media", *odd_names],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    found = records(done.stdout.decode())
+    assert [record["path"] for record in found] == [os.fsdecode(path) for path in odd_names]
+
+
+def test_captions_of_odd_names_are_one_line_each(odd_names, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    done = subprocess.run(
+        [SCRIPT, "caption", "--quiet", "--max-tokens", "4", "--output", output, *odd_names],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout.decode().splitlines()) == len(odd_names)
+    assert b"\x1b" not in done.stdout
+    found = records(output.read_text("utf-8"))
+    assert [record["path"] for record in found] == [os.fsdecode(path) for path in odd_names]
+
+
+def test_lines_hold_whatever_a_record_holds() -> None:
+    text = "\ud800 \udcff \u2028 \x85 \x9b \n \u00e4 \U0001f600"
+    line = json_line({"text": text})
+    assert len(line.splitlines()) == 1
+    assert json.loads(line.encode())["text"] == text
+    assert json_line({"text": text}, ascii_only=True).isascii()
+    assert printable(text).isprintable()
+
+
+@pytest.mark.parametrize("args", [["inspect", "media"], ["caption", "--quiet", "--max-tokens=4"]])
+@pytest.mark.parametrize(
+    ("redirect", "status", "message"),
+    [
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+        (">/dev/full", 1, "Error: standard output cannot be written (No space left on device)\n"),
+    ],
+)
+def test_output_that_goes_nowhere(args, redirect: str, status: int, message: str, tmp_path) -> None:
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.png")
+    line = f'exec "$0" "$@" {redirect}'
+    done = subprocess.run(
+        ["sh", "-c", line, SCRIPT, *args, tmp_path / "a.png"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (status, message)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.png")
+    result = run("caption", "--quiet", "--max-tokens=4", "--output", "/dev/full", tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr == "Error: /dev/full: cannot be written (No space left on device)\n"
+
+
+@pytest.mark.parametrize("args", [["inspect", "media"], ["caption", "--quiet", "--max-tokens=4"]])
+def test_a_reader_that_leaves_is_no_traceback(args, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.png" for number in range(6)]
+    for path in paths:
+        Image.new("RGB", (20, 20)).save(path)
+    with subprocess.Popen(
+        [SCRIPT, *args, *paths], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("args", [["inspect", "plan"], ["caption", "--quiet", "--max-tokens=4000"]])
+def test_interrupt_is_one_line_and_130(args, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (3000, 3000)).save(path)
+    files = [path] * 200 if "caption" in args else []
+    unique = [path.with_name(f"{number}.png") for number, _ in enumerate(files)]
+    for name in unique:
+        name.hardlink_to(path)
+    with subprocess.Popen(
+        [SCRIPT, *args, *unique],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        time.sleep(2.0)
+        process.send_signal(signal.SIGINT)
+        error = process.stderr.read()
+        assert (process.wait(30), error) == (130, b"interrupted\n")
+
+
+def test_numbers_of_any_length_are_answers() -> None:
+    result = run("inspect", "plan", stdin='{"width": ' + "9" * 5000 + ', "height": 1}\n')
+    assert records(result.stdout) == [{"error": "line 1: not JSON"}]
+
+
+def test_names_that_cannot_be_looked_up_are_reported(tmp_path: Path) -> None:
+    result = run("inspect", "media", tmp_path / ("a" * 5000))
+    assert result.exit_code == 2
+    assert find_files([tmp_path / ("a" * 5000)]) == [tmp_path / ("a" * 5000)]
+
+
+def test_views_that_cannot_be_saved(tmp_path: Path) -> None:
+    picture, long = tmp_path / "a.png", tmp_path / ("c" * 255)
+    Image.new("RGB", (20, 20)).save(picture)
+    result = run("inspect", "media", picture, "--save-dir", picture / "x")
+    assert result.exit_code == 1
+    assert "cannot be made" in result.stderr
+    long.write_bytes(picture.read_bytes())
+    result = run("inspect", "media", long, picture, "--save-dir", tmp_path / "views")
+    assert result.exit_code == 2
+    assert [record.get("code") for record in records(result.stdout)] == ["save_failed", None]
+
+
+def test_views_of_many_files_never_overwrite_each_other(tmp_path: Path) -> None:
+    paths = [Path(f"{folder}/a.png") for folder in range(30_000)] + [Path("a-2.png")]
+    start = time.perf_counter()
+    stems = _unique_stems(paths)
+    assert time.perf_counter() - start < 2.0
+    assert len(set(stems)) == len(paths)
+    assert stems[:2] == ["a-1", "a-3"]

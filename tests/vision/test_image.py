@@ -517,3 +517,25 @@ def test_golden_pictures_give_the_same_digest_twice():
     for path in paths:
         first, second = (PROCESSOR.process(path).items[0].digest for _ in range(2))
         assert first == second
+
+
+# ---------------------------------------------------------------------- what a file may cost
+
+
+def test_recognition_takes_no_time_on_comments_without_end():
+    start = time.perf_counter()
+    assert error(b"P6 " + b"# " * 2000 + b"x") == "not_an_image"
+    assert time.perf_counter() - start < 1.0
+
+
+def test_netpbm_comments_are_skipped():
+    assert seen(b"P5 # one\n# two\r2 2 255\n" + bytes([9] * 4)).getpixel((1, 1)) == (9, 9, 9)
+
+
+def test_sixteen_bits_are_scaled_in_bands(monkeypatch):
+    values = np.arange(500 * 400, dtype=np.uint16).reshape(500, 400)
+    sizes = []
+    monkeypatch.setattr(np, "rint", lambda wide: sizes.append(wide.size) or wide.round())
+    loaded = load_image(Image.fromarray(values), DEFAULT_LIMITS)
+    assert np.array_equal(np.asarray(loaded.image), np.rint(values * (255 / 65535)))
+    assert max(sizes[:4]) <= 128 * 400

@@ -123,6 +123,22 @@ def test_kind_comes_from_the_content(tmp_path):
     assert kind_of(tmp_path / "missing") == "image"
 
 
+@pytest.mark.parametrize("head", [b"ID3\4" + bytes(9), b"\xff\xfb\x90\x64", b"fLaC\0\0"])
+def test_sound_is_a_clip_without_pictures(tmp_path, head):  # V32
+    path = tmp_path / "a.mp3"
+    path.write_bytes(head + bytes(2000))
+    assert media_record(path, PROCESSOR)["code"] == "no_video_stream"
+
+
+def test_names_that_cannot_be_looked_up_are_records(tmp_path):
+    for path in (tmp_path / ("a" * 5000), tmp_path / "nul\0.png"):
+        assert media_record(path, PROCESSOR)["code"] == "media_not_found"
+
+
+def test_sizes_beyond_any_number_say_so():
+    assert "too large" in plan_record({"width": 10**400, "height": 1}, K3_MEDIA)["error"]
+
+
 def test_media_code_never_loads_torch():
     script = (
         "import sys, k3vl.vision, k3vl.vision.inspect, k3vl.vision.video;"

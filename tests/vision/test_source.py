@@ -361,6 +361,10 @@ def test_tls_against_a_plain_server_fails_cleanly(server):
         "http://[fe80::1]/",
         "http://[fd00::1]/",
         "http://[64:ff9b::7f00:1]/",
+        "http://[64:ff9b:1::7f00:1]/",
+        "http://[::127.0.0.1]/",
+        "http://[::ffff:0:127.0.0.1]/",
+        "http://[fec0::1]/",
     ],
 )
 def test_internal_addresses_are_denied(url):  # R29
@@ -389,6 +393,20 @@ def test_public_addresses():
     assert all(map(is_public_address, ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"]))
     for inner in ("2002:7f00:1::", "::ffff:10.0.0.1", "64:ff9b::a00:1"):
         assert not is_public_address(inner)
+
+
+@pytest.mark.parametrize("name", ["two\nlines.png", "bytes\udcff.png", "esc\x1b[31m.png"])
+def test_messages_with_odd_names_are_one_printable_line(tmp_path, name):
+    for path in (tmp_path / name, tmp_path / "directory" / name):
+        with pytest.raises(MediaError) as info:
+            resolve(path, "image", DEFAULT_POLICY)
+        assert str(info.value).isprintable()
+
+
+def test_directories_are_named_as_such():
+    for path in (Path("/"), Path(".")):
+        with pytest.raises(MediaError, match=r"^[/.]: is a directory"):
+            resolve(path, "image", DEFAULT_POLICY)
 
 
 def test_announced_size_over_the_cap_is_refused_unread(server):

@@ -446,6 +446,12 @@ def test_transport_stream_joined_late_starts_at_the_first_whole_frame():  # V8-V
     assert 8 <= len(media.frame_times) < 24
 
 
+def test_transport_stream_joined_inside_a_packet():  # V10
+    data = video(detailed_frames(24), fmt="mpegts", rate=8, options={"g": "8"})
+    media = PROCESSOR.process(data[len(data) // 4 // 188 * 188 + 77 :], "video")
+    assert 8 <= len(media.frame_times) < 24
+
+
 def test_mp4_without_its_index_is_refused():
     data = video(solid_frames(8))
     assert code(data[: data.index(b"moov") - 4]) == "video_corrupt"
