@@ -72,8 +72,6 @@ def test_pages_that_go_round_in_a_circle_are_counted_once():
 def test_any_bytes_can_be_walked(decoder):
     still = raw_png(1, 1, 8, 0, [b"a"])
     good = {"TIFF": many_pages(3), "GIF": many_frames(3), "PNG": still}[decoder]
-        decoder
-    ]
     for cut in range(len(good)):
         assert (count_pages(good[:cut], decoder, 10) or 0) <= 3
         assert png_without_text(good[:cut]) == good[:cut]
