@@ -1,0 +1,163 @@
+"""The demo checkpoint end to end: files on disk to text, whatever the batch, chunks and caches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from k3vl.app.cli import cli
+from k3vl.lm.engine import EngineConfig
+from k3vl.pipeline import Pipeline
+from k3vl.types import (
+    ChatOptions,
+    Content,
+    Finish,
+    MediaPart,
+    Message,
+    Reasoning,
+    SamplingParams,
+    TextPart,
+)
+from k3vl.vision.inspect import kind_of
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LABELS = [json.loads(line) for line in (EXAMPLES / "labels.jsonl").read_text().splitlines()]
+THREADS = {"num_threads": 1}
+
+
+def question(label: dict, prompt: str | None = None) -> list[Message]:
+    path = EXAMPLES / label["file"]
+    parts = (MediaPart(kind_of(path), path), TextPart(prompt or label["prompt"]))
+    return [Message(role="user", parts=parts)]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with Pipeline.load() as pipeline:
+        yield pipeline
+
+
+@pytest.fixture(scope="module")
+def alone(demo) -> list[str]:
+    """Every example's answer by itself."""
+    return [demo.reply(question(label)).content for label in LABELS]
+
+
+@pytest.mark.parametrize("label", LABELS, ids=lambda label: label["file"])
+def test_the_examples_are_answered_right(demo, label: dict) -> None:
+    reply = demo.reply(question(label))
+    assert reply.content == label["expected"]
+    assert reply.finish == "stop"
+    assert reply.reasoning == ""
+    tokens = (
+        reply.usage.video_tokens if label["file"].endswith(".mp4") else reply.usage.image_tokens
+    )
+    assert tokens == sum(group.num_tokens for media in reply.media for group in media.groups)
+
+
+def test_a_sideways_file_is_seen_upright(demo) -> None:
+    reply = demo.reply(question({"file": "guitar-sideways.jpg", "prompt": "What is this?"}))
+    assert reply.content == "A guitar."
+    assert reply.media[0].height > reply.media[0].width, "the file itself is wider than high"
+
+
+def test_together_is_as_alone(demo, alone) -> None:
+    requests = [demo.request(question(label)) for label in LABELS]
+    assert [reply.content for reply in demo.replies(requests, in_flight=9)] == alone
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 61])
+def test_any_prefill_chunk_is_as_whole(alone, chunk: int) -> None:
+    config = EngineConfig(prefill_chunk=chunk, max_step_tokens=chunk + 9, **THREADS)
+    with Pipeline.load(engine=config) as pipeline:
+        requests = [pipeline.request(question(label)) for label in LABELS]
+        assert [reply.content for reply in pipeline.replies(requests)] == alone
+
+
+def test_the_encoder_cache_changes_nothing(demo, alone) -> None:
+    """Answers of a warm cache, twice, and of no cache at all."""
+    encoder = demo.backend._engine.encoder
+    before = encoder.cache.stats().hits
+    again = [demo.reply(question(label)).content for label in LABELS]
+    assert again == alone
+    assert encoder.cache.stats().hits - before >= len(LABELS)
+    config = EngineConfig(**THREADS)
+    with Pipeline.load(engine=config, encoder_cache_bytes=0) as pipeline:
+        assert pipeline.backend._engine.encoder.cache is None
+        assert [pipeline.reply(question(label)).content for label in LABELS] == alone
+
+
+def test_turns_remember_the_picture(demo) -> None:
+    first = question(LABELS[0], "Describe the image.")
+    answer = Message(role="assistant", parts=(TextPart(demo.reply(first).content),))
+    second = Message(role="user", parts=(TextPart("Is there a kite in the picture?"),))
+    assert demo.reply([*first, answer, second]).content == "Yes."
+    third = Message(role="user", parts=(TextPart("Is there an owl in the picture?"),))
+    assert demo.reply([*first, answer, third]).content == "No."
+
+
+def test_two_pictures_are_told_apart(demo) -> None:
+    parts = [*question(LABELS[0])[0].parts[:1], *question(LABELS[2])[0].parts[:1]]
+    ids = demo.prepare(demo.request([Message(role="user", parts=tuple(parts))])).prompt.spans
+    assert len(ids) == 2
+    assert ids[0].item.digest != ids[1].item.digest
+
+
+def test_thinking_comes_first_and_apart(demo) -> None:
+    options = ChatOptions(thinking=True, thinking_effort="low")
+    events = list(demo.events(question(LABELS[0], "Describe the image."), options=options))
+    kinds = [type(event) for event in events]
+    assert kinds[-1] is Finish
+    assert "".join(e.text for e in events if isinstance(e, Content)) == LABELS[0]["expected"]
+    assert Reasoning not in kinds[kinds.index(Content) :]
+
+
+def test_sampling_repeats_by_seed(demo) -> None:
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=20)
+    first = demo.reply(question(LABELS[0]), sampling=params).content
+    assert demo.reply(question(LABELS[0]), sampling=params).content == first
+
+
+def test_streams_and_plain_calls_agree(demo, alone) -> None:
+    async def read(label: dict) -> str:
+        return "".join(
+            [e.text async for e in demo.stream(question(label)) if isinstance(e, Content)]
+        )
+
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(*(read(label) for label in LABELS))
+
+    assert asyncio.run(all_at_once()) == alone
+
+
+def test_leaving_early_frees_the_engine(demo) -> None:
+    scheduler = demo.backend._engine.scheduler
+
+    def leave() -> None:
+        events = demo.events(question(LABELS[0]))
+        next(events)
+        events.close()
+
+    threads = [threading.Thread(target=leave) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    demo.reply("Hello")  # behind all the cancellations
+    assert scheduler.slots.num_free == scheduler.slots.size
+    assert scheduler.pages.num_free == scheduler.pages.size
+
+
+def test_the_command_captions_the_folder() -> None:
+    result = CliRunner().invoke(cli, ["caption", str(EXAMPLES)])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(LABELS)
+    captions = dict(line.split(": ", 1) for line in lines)
+    assert captions[str(EXAMPLES / "fox-kite-bus.png")] == "A fox, a kite and a bus."
+    assert captions[str(EXAMPLES / "sailboat.mp4")] == "A sailboat moves from left to right."
