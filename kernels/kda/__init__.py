@@ -114,7 +114,9 @@ def kda_decode(
     expected = (slots.shape[0], *states.shape[1:])
     one = [x.unsqueeze(1) for x in (q, k, v, g, beta)]
     _check("kda_decode", one[0], one[1], one[2], one[3], one[4], expected)
-    states[slots], output = kda_step_reference(q, k, v, g, beta, states[slots])
+    state = states.index_select(0, slots)  # a copy, so the step may work in place
+    output = kda_step_reference(q, k, v, g, beta, state)
+    states.index_copy_(0, slots, state)
     return output
 
 

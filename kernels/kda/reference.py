@@ -49,11 +49,12 @@ def kda_recurrent_reference(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, token by token; see :func:`k3vl.kernels.kda.kda_prefill`."""
-    outputs = []
-    for t in range(q.shape[1]):
-        state, output = kda_step_reference(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
-        outputs.append(output)
-    return torch.stack(outputs, dim=1), state
+    state = state.clone()
+    steps = (
+        kda_step_reference(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
+        for t in range(q.shape[1])
+    )
+    return torch.stack(list(steps), dim=1), state
 
 
 def kda_step_reference(
@@ -63,14 +64,17 @@ def kda_step_reference(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: q, k, g [B, H, K], v [B, H, V], beta [B, H], state [B, H, K, V] -> state, o."""
-    state = state * g.exp().unsqueeze(-1)
+) -> torch.Tensor:
+    """One token: q, k, g [B, H, K], v [B, H, V], beta [B, H] -> o [B, H, V].
+
+    ``state`` [B, H, K, V] is advanced in place.
+    """
+    state.mul_(g.exp().unsqueeze(-1))
     # Both reads of the decayed state in one product: S^T k for the error, S^T q for the output.
     reads = torch.stack([k, q], dim=-2) @ state  # [B, H, 2, V]
     u = beta.unsqueeze(-1) * (v - reads[..., 0, :])
-    output = reads[..., 1, :] + (q * k).sum(-1, keepdim=True) * u
-    return state + k.unsqueeze(-1) * u.unsqueeze(-2), output
+    state.addcmul_(k.unsqueeze(-1), u.unsqueeze(-2))
+    return reads[..., 1, :] + (q * k).sum(-1, keepdim=True) * u
 
 
 def kda_chunk_reference(
