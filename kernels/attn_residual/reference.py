@@ -14,7 +14,6 @@ def attn_residual_reference(
         mixed = rows[0].float()
     else:
         values = rows.float()  # [R, N, D]
-        inverse_rms = torch.rsqrt(values.square().mean(-1) + eps)
-        weights = torch.softmax((values @ query) * inverse_rms, dim=0)  # [R, N]
-        mixed = (weights.unsqueeze(-1) * values).sum(0)
+        scores = F.rms_norm(values, query.shape, query, eps).sum(-1, keepdim=True)  # [R, N, 1]
+        mixed = (torch.softmax(scores, dim=0) * values).sum(0)
     return F.rms_norm(mixed, norm_weight.shape, norm_weight.float(), eps).to(rows.dtype)
