@@ -12,7 +12,10 @@ sets the same questions about a grey picture.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
+import platform
 import random
 import tempfile
 import time
@@ -21,8 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
 
+import k3vl
+from k3vl.config import checkpoint_path
 from k3vl.demo import metrics
 from k3vl.demo.atlas import HELD, TRAIN, load_atlas
 from k3vl.demo.grammar import NUMBERS
@@ -295,6 +301,24 @@ def table_row(name: str, result: dict[str, Any]) -> str:
     return "  ".join(cells)
 
 
+def provenance(checkpoint: str, items: int) -> dict[str, Any]:
+    """What was measured, with what: weights by their SHA-256, versions, machine."""
+    directory = checkpoint_path(checkpoint)
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return {
+        "weights_sha256": digest.hexdigest(),
+        "items": items,
+        "versions": {
+            "k3vl": k3vl.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m k3vl.demo.evaluate", description=__doc__)
@@ -317,9 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[suite.name] = result
             print(table_row(suite.name, result), flush=True)  # noqa: T201 - a command's output
             if args.output:
-                report = {
-                    "checkpoint": str(args.checkpoint),
-                    "items": args.items,
+                report = provenance(args.checkpoint, args.items) | {
                     "seconds": round(time.monotonic() - start, 1),
                     "results": results,
                 }
