@@ -85,6 +85,7 @@ class Generation:
             self.done = True
             raise item
         events: list[Event] = []
+        self._usage = replace(self._usage, cached_tokens=item.cached_tokens)
         if item.id is not None:
             self._completion += 1
             self._reasoning += self._thinking

@@ -17,7 +17,6 @@ from k3vl.lm.local import LocalBackend
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions
-from k3vl.vision.cache import EncoderCache
 from k3vl.vision.encoder import VisionEncoder
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
@@ -47,7 +46,6 @@ def load_pipeline(
     *,
     device: Device = "auto",
     engine: EngineConfig | None = None,
-    encoder_cache_bytes: int = 256 * 2**20,
     limits: MediaLimits = DEFAULT_LIMITS,
     policy: FetchPolicy = DEFAULT_POLICY,
 ) -> _P:
@@ -59,7 +57,6 @@ def load_pipeline(
         device: ``auto`` takes a CUDA device where there is one. Weights are bfloat16 there and
             float32 on a CPU, where bfloat16 products are many times slower.
         engine: limits of the embedded engine.
-        encoder_cache_bytes: memory for media features; 0 switches the cache off.
         limits: what one media part may cost.
         policy: what may be fetched.
 
@@ -80,8 +77,7 @@ def load_pipeline(
     reader.require_only([PREFIX, *VISION_PREFIXES])
     tower, projector = load_vision(reader, config.vision, media, dtype=dtype, device=where)
     model = load_model(reader, config.text, dtype=dtype, device=where)
-    cache = EncoderCache(encoder_cache_bytes) if encoder_cache_bytes else None
-    encoder = VisionEncoder(tower, projector, cache=cache)
+    encoder = VisionEncoder(tower, projector)
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE

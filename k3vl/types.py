@@ -117,6 +117,7 @@ class SamplingParams:
         seed: makes sampling repeatable, whatever else runs in the batch; None draws one.
         stop: strings that end the answer's content; not part of it.
         stop_ids: extra token ids that end generation, beside the model's own.
+        cache_salt: only requests of the same salt share cached work; say, one per API key.
     """
 
     max_tokens: int = 512
@@ -126,6 +127,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,10 +217,15 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Input of a language-model backend; spans are in order and do not overlap."""
+    """Input of a language-model backend; spans are in order and do not overlap.
+
+    ``hints`` are depths in tokens from which other prompts are likely to go on: the end of the
+    system head, the ends of turns.
+    """
 
     token_ids: tuple[int, ...]
     spans: tuple[MediaSpan, ...] = ()
+    hints: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------------- what comes out

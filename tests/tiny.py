@@ -9,7 +9,7 @@ import torch
 
 from k3vl.config import LinearAttentionConfig, TextConfig
 from k3vl.lm.batch import Row, build_batch
-from k3vl.lm.cache import CacheSizes, HybridCache
+from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.model import K3Model
 
 CPU = torch.device("cpu")
@@ -88,17 +88,28 @@ class Runner:
     """Feeds a model by hand: slots, pages and context lengths are the test's business."""
 
     def __init__(self, model: K3Model, *, slots: int = 4, pages: int = 64, page_size: int = 16):
-        self.model, self.page_size = model, page_size
-        sizes = CacheSizes(num_slots=slots, num_pages=pages, page_size=page_size)
+        self.model = model
+        sizes = plan_cache(model.config, torch.float32, budget_bytes=2**20, page_size=page_size)
+        self.slots = slots
+        sizes = dataclasses.replace(sizes, num_units=slots * sizes.units_per_slot + pages)
         self.cache = HybridCache(model.config, sizes, dtype=torch.float32, device=CPU)
 
+    def units(self, slot: int) -> list[int]:
+        """Units of a numbered slot; pages lie behind all slots."""
+        each = self.cache.sizes.units_per_slot
+        return list(range(slot * each, (slot + 1) * each))
+
     def run(self, rows: list[Row], *, all_logits: bool = False) -> torch.Tensor:
-        batch = build_batch(
-            rows,
-            page_size=self.page_size,
-            conv_width=self.model.config.linear_attn_config.short_conv_kernel_size,
-            device=CPU,
-        )
+        """``slot`` and ``pages`` of the rows are small numbers, mapped to units here."""
+        behind = self.slots * self.cache.sizes.units_per_slot
+        placed = [
+            dataclasses.replace(
+                row, slot=self.units(row.slot), pages=[behind + page for page in row.pages]
+            )
+            for row in rows
+        ]
+        width = self.model.config.linear_attn_config.short_conv_kernel_size
+        batch = build_batch(placed, self.cache, conv_width=width)
         if all_logits:
             every = torch.arange(batch.token_ids.shape[0])
             batch = dataclasses.replace(batch, logit_rows=every)

@@ -25,10 +25,12 @@ class Token:
     Attributes:
         id: token id; None when generation ended without another token.
         finish: set on the last: ``stop`` (a stop id, which is ``id``) or ``length``.
+        cached_tokens: prompt tokens of the request that did not have to be computed.
     """
 
     id: int | None
     finish: Literal["stop", "length"] | None = None
+    cached_tokens: int = 0
 
 
 class Encoder(Protocol):

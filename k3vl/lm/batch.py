@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from k3vl.lm.cache import HybridCache
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -24,18 +26,27 @@ class Row:
     Attributes:
         token_ids: the new tokens.
         context_len: tokens already in the cache.
-        slot: KDA state slot.
+        slot: units of the KDA slot.
         pages: MLA pages, in order; they hold ``context_len + len(token_ids)`` tokens.
         features: (offset into ``token_ids``, [M, D] features) that replace embeddings.
         wants_logits: whether the last token's logits are needed.
+        pad_to: rows that this part takes in the batch, at least its tokens. What depends on the
+            number of rows is then the same for every part of a prompt. The rows behind the tokens
+            leave the KDA state alone; their latents lie where the next tokens' will.
     """
 
     token_ids: Sequence[int]
     context_len: int
-    slot: int
+    slot: Sequence[int]
     pages: Sequence[int]
     features: Sequence[tuple[int, torch.Tensor]] = ()
     wants_logits: bool = True
+    pad_to: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this part takes."""
+        return max(len(self.token_ids), self.pad_to)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,13 +58,13 @@ class Batch:
         feature_rows, features: rows of the input that are features instead of embeddings,
             [M] int64 and [M, D]; None without media.
         num_decodes: sequences of exactly one token, at the front.
-        prefill_lens: new tokens of every other sequence.
+        prefill_lens: rows of every other sequence, its padding among them.
         prefill_context_lens: cached tokens of the same.
-        slots: [B] int64 KDA slots.
+        cells: [KDA layers, B, H] int64, where every head's state lies.
         taps: [N, W] int64 and tails: [B, W-1] int64, for the short convolutions.
-        padded: [P, T] int64 rows of the prefill sequences, padded with N (a zero row); T a common
-            length.
-        packed: [sum(prefill_lens)] int64, where they lie in the padded form.
+        padded: [P, T] int64 rows of the prefill sequences' tokens, padded with N (a zero row); T a
+            common length.
+        packed: [sum(prefill_lens)] int64, where the prefill rows lie in the padded form.
         cache_rows: [N] int64, where each token's latent is written.
         decode_rows: [num_decodes, L] int64 and decode_lens: [num_decodes] int64, latents seen.
         prefill_rows: per prefill sequence [L_i] int64, all latents it sees.
@@ -66,7 +77,7 @@ class Batch:
     num_decodes: int
     prefill_lens: tuple[int, ...]
     prefill_context_lens: tuple[int, ...]
-    slots: torch.Tensor
+    cells: torch.Tensor
     taps: torch.Tensor
     tails: torch.Tensor
     padded: torch.Tensor
@@ -78,38 +89,38 @@ class Batch:
     logit_rows: torch.Tensor
 
 
-def build_batch(
-    rows: Sequence[Row], *, page_size: int, conv_width: int, device: torch.device
-) -> Batch:
+def build_batch(rows: Sequence[Row], cache: HybridCache, *, conv_width: int) -> Batch:
     """Gather the rows of a step; decoding rows must come first.
 
-    A row of one token with some context counts as decoding wherever such rows lead the batch.
+    A row of one token counts as decoding wherever such rows lead the batch, unless it is padded.
     """
-    lens = [len(row.token_ids) for row in rows]
+    counts = [len(row.token_ids) for row in rows]
+    lens = [row.num_rows for row in rows]
     starts = [0, *accumulate(lens)]
     num_decodes = next((i for i, n in enumerate(lens) if n != 1), len(rows))
-    prefills = rows[num_decodes:]
-    first = starts[num_decodes]
 
-    latents = [_latent_rows(row, page_size) for row in rows]
+    latents = [_latent_rows(row, cache) for row in rows]
     new = [all_rows[row.context_len :] for row, all_rows in zip(rows, latents, strict=True)]
     longest = max((len(r) for r in latents[:num_decodes]), default=0)
     decode_rows = [r + [r[0]] * (longest - len(r)) for r in latents[:num_decodes]]
-    taps, tails = _conv_indices(lens, starts, conv_width)
-    padded, packed = _padding(lens[num_decodes:], starts[num_decodes:], starts[-1], first)
+    taps, tails = _conv_indices(counts, lens, starts, conv_width)
+    padded, packed = _padding(
+        counts[num_decodes:], lens[num_decodes:], starts[num_decodes:], starts[-1]
+    )
     feature_rows, features = _features(rows, starts)
+    device = cache.buffer.device
 
     def ints(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     return Batch(
-        token_ids=ints([t for row in rows for t in row.token_ids]),
+        token_ids=ints([t for row in rows for t in _padded_ids(row)]),
         feature_rows=ints(feature_rows) if features else None,
         features=torch.cat(features) if features else None,
         num_decodes=num_decodes,
         prefill_lens=tuple(lens[num_decodes:]),
-        prefill_context_lens=tuple(row.context_len for row in prefills),
-        slots=ints([row.slot for row in rows]),
+        prefill_context_lens=tuple(row.context_len for row in rows[num_decodes:]),
+        cells=cache.cells([row.slot for row in rows]),
         taps=taps.to(device),
         tails=tails.to(device),
         padded=padded.to(device),
@@ -119,20 +130,28 @@ def build_batch(
         decode_lens=ints([len(r) for r in latents[:num_decodes]]),
         prefill_rows=tuple(ints(r) for r in latents[num_decodes:]),
         logit_rows=ints(
-            [end - 1 for row, end in zip(rows, starts[1:], strict=True) if row.wants_logits]
+            [
+                start + count - 1
+                for row, start, count in zip(rows, starts, counts, strict=False)
+                if row.wants_logits
+            ]
         ),
     )
 
 
-def _latent_rows(row: Row, page_size: int) -> list[int]:
+def _padded_ids(row: Row) -> list[int]:
+    return [*row.token_ids, *[0] * (row.num_rows - len(row.token_ids))]
+
+
+def _latent_rows(row: Row, cache: HybridCache) -> list[int]:
     """Cache rows of all the tokens of a sequence after this step, in order."""
-    total = row.context_len + len(row.token_ids)
-    assert len(row.pages) * page_size >= total, "pages are allocated before a step"
-    return [row.pages[i // page_size] * page_size + i % page_size for i in range(total)]
+    total, size = row.context_len + row.num_rows, cache.sizes.page_size
+    assert len(row.pages) * size >= total, "pages are allocated before a step"
+    return [row.pages[i // size] * cache.rows_per_unit + i % size for i in range(total)]
 
 
 def _conv_indices(
-    lens: Sequence[int], starts: Sequence[int], width: int
+    counts: Sequence[int], lens: Sequence[int], starts: Sequence[int], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ``cat(windows, x)`` that each token convolves, and that make the new windows.
 
@@ -150,23 +169,22 @@ def _conv_indices(
     back = torch.arange(-carried, 1)
     taps = rows(sequence.unsqueeze(1), position.unsqueeze(1) + back)
     every = torch.arange(len(lens)).unsqueeze(1)
-    tails = rows(every, torch.tensor(lens).unsqueeze(1) + back[:-1])
+    tails = rows(every, torch.tensor(counts).unsqueeze(1) + back[:-1])
     return taps, tails
 
 
 def _padding(
-    lens: Sequence[int], starts: Sequence[int], zero_row: int, first: int
+    counts: Sequence[int], lens: Sequence[int], starts: Sequence[int], zero_row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices between the packed rows of prefill sequences and their [P, T] padded form."""
-    longest = max(lens, default=0)
-    offset = torch.arange(longest)
-    lengths = torch.tensor(lens, dtype=torch.int64).unsqueeze(1)
+    offset = torch.arange(max(lens, default=0))
     begins = torch.tensor(starts[: len(lens)], dtype=torch.int64).unsqueeze(1)
-    inside = offset < lengths
-    padded = torch.where(inside, begins + offset, zero_row)
-    packed = torch.nonzero(inside.flatten()).flatten()
-    assert first + len(packed) == zero_row, "every prefill token has one place"
-    return padded, packed
+
+    def below(limits: Sequence[int]) -> torch.Tensor:
+        return offset < torch.tensor(limits, dtype=torch.int64).unsqueeze(1)
+
+    padded = torch.where(below(counts), begins + offset, zero_row)
+    return padded, torch.nonzero(below(lens).flatten()).flatten()
 
 
 def _features(rows: Sequence[Row], starts: Sequence[int]) -> tuple[list[int], list[torch.Tensor]]:

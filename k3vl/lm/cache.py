@@ -1,9 +1,15 @@
-"""Device memory of the two kinds of state: KDA's fixed slots and MLA's paged latents.
+"""One buffer for every kind of state: its division into units, and the views that kernels use.
 
-Only tensors live here; who owns which slot and page is ``pool.py``'s and the scheduler's business.
-A KDA slot holds one request's recurrent state and convolution window for every KDA layer; a page
-holds ``page_size`` tokens' latents for every MLA layer. The last slot and the last page are spare:
-padded rows may write there.
+Only tensors and sizes live here; who owns which unit is ``arena.py``'s business. The buffer is an
+array of equal units. A unit is, whichever its owner needs:
+
+- one MLA page: the latents of ``page_size`` tokens for every MLA layer;
+- ``cells_per_unit`` KDA cells, each one head's recurrent state and convolution window of one KDA
+  layer; a request's slot, and a checkpoint, is ``units_per_slot`` units in any order and place;
+- ``feature_rows`` rows of encoder output.
+
+A unit is as many cells as a page needs, so neither kind wastes much (K3: 3.5 % of a page, 0.3 % of
+a slot), and nothing ever has to be contiguous or to move.
 """
 
 from __future__ import annotations
@@ -16,90 +22,177 @@ import torch
 from k3vl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from k3vl.config import TextConfig
+
+TILE = 16
+"""Pages hold whole KDA tiles, so that a page border is a place where a state can be taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSizes:
-    """How many slots and pages there are."""
+    """How a budget is divided.
 
-    num_slots: int
-    num_pages: int
+    Attributes:
+        num_units: equal units of the arena.
+        unit_bytes: bytes of one.
+        page_size: tokens of an MLA page, which is one unit.
+        units_per_slot: units of a KDA slot or checkpoint.
+        cells_per_unit: (layer, head) cells in one of them.
+        feature_rows: encoder output rows in a unit.
+    """
+
+    num_units: int
+    unit_bytes: int
     page_size: int
+    units_per_slot: int
+    cells_per_unit: int = 1
+    feature_rows: int = 1
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def feature_units(self, rows: int) -> int:
+        """Units that hold so many rows of encoder output."""
+        return -(-rows // self.feature_rows)
 
 
-def bytes_per_slot(config: TextConfig, dtype: torch.dtype) -> int:
-    """Bytes of one request's KDA state over all KDA layers (float32 state, ``dtype`` windows)."""
+def bytes_per_cell(config: TextConfig, dtype: torch.dtype) -> int:
+    """One head's float32 state and ``dtype`` window, rounded up to whole latent rows."""
     linear = config.linear_attn_config
-    width = linear.num_heads * linear.head_dim
-    state = linear.num_heads * linear.head_dim**2 * 4
-    window = (linear.short_conv_kernel_size - 1) * 3 * width * dtype.itemsize
-    return len(linear.kda_layers) * (state + window)
-
-
-def bytes_per_page(config: TextConfig, dtype: torch.dtype, page_size: int) -> int:
-    """Bytes of one page over all MLA layers."""
-    width = config.kv_lora_rank + config.qk_rope_head_dim
-    return len(config.linear_attn_config.full_attn_layers) * page_size * width * dtype.itemsize
+    state = linear.head_dim**2 * 4
+    window = (linear.short_conv_kernel_size - 1) * 3 * linear.head_dim * dtype.itemsize
+    row = _latent_width(config) * dtype.itemsize
+    return -(-(state + window) // row) * row
 
 
 def plan_cache(
-    config: TextConfig, dtype: torch.dtype, *, budget_bytes: int, num_slots: int, page_size: int
+    config: TextConfig, dtype: torch.dtype, *, budget_bytes: int, page_size: int
 ) -> CacheSizes:
-    """Divide a byte budget: a fixed number of slots, the rest in pages.
+    """Divide a byte budget into units.
 
     Raises:
-        ConfigError: the budget does not hold the slots and one page beside the spare ones.
+        ConfigError: the page size is no multiple of 16, or the budget does not hold one request's
+            slot and one page.
     """
-    slots = (num_slots + 1) * bytes_per_slot(config, dtype)
-    page = bytes_per_page(config, dtype, page_size)
-    num_pages = (budget_bytes - slots) // page - 1
-    if num_pages < 1:
+    if page_size < TILE or page_size % TILE:
+        raise ConfigError(f"page_size is {page_size}, must be a multiple of {TILE}")
+    linear = config.linear_attn_config
+    page = len(linear.full_attn_layers) * page_size * _latent_width(config) * dtype.itemsize
+    cell = bytes_per_cell(config, dtype)
+    per_unit = max(1, -(-page // cell))
+    slot = -(-len(linear.kda_layers) * linear.num_heads // per_unit)
+    unit_bytes = per_unit * cell
+    num_units = budget_bytes // unit_bytes
+    if num_units < slot + 1:
         raise ConfigError(
-            f"cache budget of {budget_bytes:,} bytes is too small: {num_slots} requests need "
-            f"{slots:,} bytes of KDA state, a page of {page_size} tokens {page:,} bytes"
+            f"cache budget of {budget_bytes:,} bytes is too small: one request needs "
+            f"{slot * unit_bytes:,} bytes of KDA state and {unit_bytes:,} for a page of "
+            f"{page_size} tokens"
         )
-    return CacheSizes(num_slots=num_slots, num_pages=num_pages, page_size=page_size)
+    return CacheSizes(
+        num_units=num_units,
+        unit_bytes=unit_bytes,
+        page_size=page_size,
+        units_per_slot=slot,
+        cells_per_unit=per_unit,
+        feature_rows=max(1, unit_bytes // (config.hidden_size * dtype.itemsize)),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KDAState:
-    """One KDA layer's pools: windows [S, W-1, 3 H K] and states [S, H, K, V] float32."""
+    """One KDA layer's view: windows [C, W-1, 3, K], states [C, K, V] float32 over all cells.
 
+    ``index`` counts KDA layers; ``Batch.cells[index]`` are the layer's cells.
+    """
+
+    index: int
     windows: torch.Tensor
     states: torch.Tensor
 
 
 class HybridCache:
-    """The pools of every layer, in layer order."""
+    """The buffer and its views, in layer order."""
 
     def __init__(
         self, config: TextConfig, sizes: CacheSizes, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate ``sizes`` and the spare slot and page."""
+        """Allocate ``sizes``."""
         linear = config.linear_attn_config
-        slots, heads, head = sizes.num_slots + 1, linear.num_heads, linear.head_dim
-        tokens = (sizes.num_pages + 1) * sizes.page_size
-        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        width, head = _latent_width(config), linear.head_dim
         carried = linear.short_conv_kernel_size - 1
-
-        def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
+        cells = sizes.num_units * sizes.cells_per_unit
+        cell = bytes_per_cell(config, dtype)
+        item = dtype.itemsize
         self.sizes = sizes
-        self.layers: tuple[KDAState | torch.Tensor, ...] = tuple(
-            KDAState(
-                windows=zeros(slots, carried, 3 * heads * head),
-                states=zeros(slots, heads, head, head, kind=torch.float32),
-            )
-            if config.is_kda(layer)
-            else zeros(tokens, latent)
-            for layer in range(config.num_hidden_layers)
+        self.buffer = torch.zeros(
+            sizes.num_units * sizes.unit_bytes, dtype=torch.uint8, device=device
         )
+        typed = self.buffer.view(dtype)
+        states = self.buffer.view(torch.float32).as_strided(
+            (cells, head, head), (cell // 4, head, 1)
+        )
+        windows = typed.as_strided(
+            (cells, carried, 3, head), (cell // item, 3 * head, head, 1), head * head * 4 // item
+        )
+        rows = typed.view(-1, width)
+        self.features = typed.as_strided(
+            (sizes.num_units, sizes.feature_rows, config.hidden_size),
+            (sizes.unit_bytes // item, config.hidden_size, 1),
+        )
+        self.units = self.buffer.view(sizes.num_units, sizes.unit_bytes)
+        layers: list[KDAState | torch.Tensor] = []
+        kda = mla = 0
+        for layer in range(config.num_hidden_layers):
+            if config.is_kda(layer):
+                layers.append(KDAState(kda, windows, states))
+                kda += 1
+            else:  # row ``unit * rows_per_unit + t`` of this view is token t of the unit's page
+                layers.append(rows[mla * sizes.page_size :])
+                mla += 1
+        self.layers = tuple(layers)
+        self.rows_per_unit = sizes.unit_bytes // (width * item)
+        self._kda_shape = (kda, linear.num_heads)
 
-    def reset_slot(self, slot: int) -> None:
-        """Make ``slot`` the state of an empty sequence."""
-        for layer in self.layers:
-            if isinstance(layer, KDAState):
-                layer.windows[slot] = 0
-                layer.states[slot] = 0
+    def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Cells of every slot (its units), as [KDA layers, B, H] int64."""
+        layers, heads = self._kda_shape
+        per_unit = self.sizes.cells_per_unit
+        units = torch.tensor(slots, dtype=torch.int64, device=self.buffer.device)
+        inside = torch.arange(per_unit, device=self.buffer.device)
+        cells = (units.unsqueeze(-1) * per_unit + inside).flatten(1)[:, : layers * heads]
+        return cells.view(-1, layers, heads).transpose(0, 1).contiguous()
+
+    def clear(self, units: Sequence[int]) -> None:
+        """Make a slot the state of an empty sequence."""
+        self.units[torch.tensor(units, device=self.buffer.device)] = 0
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy one slot's units to another's."""
+        where = self.buffer.device
+        self.units[torch.tensor(target, device=where)] = self.units[
+            torch.tensor(source, device=where)
+        ]
+
+    def write_features(self, units: Sequence[int], features: torch.Tensor) -> None:
+        """Store [M, D] encoder output in units."""
+        where = self._feature_index(units, 0, features.shape[0])
+        self.features[where] = features.to(self.features)
+
+    def read_features(self, units: Sequence[int], first: int, last: int) -> torch.Tensor:
+        """Rows ``first .. last`` of stored encoder output, [last - first, D]."""
+        return self.features[self._feature_index(units, first, last)]
+
+    def _feature_index(
+        self, units: Sequence[int], first: int, last: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.arange(first, last, device=self.buffer.device)
+        held = torch.tensor(units, device=self.buffer.device)
+        return held[rows // self.sizes.feature_rows], rows % self.sizes.feature_rows
+
+
+def _latent_width(config: TextConfig) -> int:
+    return config.kv_lora_rank + config.qk_rope_head_dim

@@ -3,19 +3,30 @@
 One thread owns an engine and everything in it (``local.py`` brings the thread). Continuous
 batching: requests enter and leave between steps, decoding and prefill share a step, a long prompt
 is prefilled in chunks, and a chunk may end inside a picture.
+
+Prompts run page by page, every page in a forward pass of its own with ``page_size`` rows. What a
+token's state and logits are then depends on the tokens before it and on nothing else, to the last
+bit: not on the batch, the chunks, the caches or a preemption. Requests that decode share one pass,
+whose height changes the rounding of matrix products (about 1e-6 of a float32 logit), unless
+``exact_decode`` gives each its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
+from k3vl.lm.features import media_items
+from k3vl.lm.prefix import page_keys
 from k3vl.lm.sampler import Sampler, check_sampling
-from k3vl.lm.scheduler import Scheduler, Sequence
+from k3vl.lm.scheduler import Scheduler
+from k3vl.lm.sequence import Sequence, checkpoint_depths
+from k3vl.lm.stats import EngineStats, StageTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,9 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.lm.backend import Encoder
+    from k3vl.lm.features import Feature
     from k3vl.lm.model import K3Model
-    from k3vl.lm.scheduler import Step
-    from k3vl.types import MediaSpan, Prompt, SamplingParams
+    from k3vl.types import EncoderItem, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +44,17 @@ class EngineConfig:
     """Limits of an embedded engine.
 
     Attributes:
-        max_requests: requests that run at once; each holds one KDA slot.
-        cache_bytes: memory of KDA slots and MLA pages together.
-        page_size: tokens of an MLA page.
-        max_step_tokens: tokens of one step, over all requests.
-        prefill_chunk: prompt tokens of one request in a step.
+        max_requests: requests that run at once.
+        cache_bytes: memory of all state: KDA slots and checkpoints, MLA pages, media features.
+        page_size: tokens of an MLA page and rows of a prefill pass, a multiple of 16. Prefixes are
+            reused in whole pages; a smaller page wastes less of a prompt's last pass, a larger one
+            less time between passes.
+        max_step_tokens: tokens of one step, over all requests; at least a page.
+        prefill_chunk: prompt tokens of one request in a step; at least a page.
+        max_step_patches: patches encoded in one step; a larger item is encoded alone.
+        reuse: keep the state of prompts and media for later requests.
+        exact_decode: decode one request at a time, so that tokens and logits are bit-identical in
+            any company; costs throughput (4x at 8 requests of the demo model on a CPU).
         num_threads: CPU threads of one operation; None leaves it to torch. Operations on a small
             model are over before a second thread has started, and wait for it on a busy machine.
     """
@@ -47,6 +64,9 @@ class EngineConfig:
     page_size: int = 64
     max_step_tokens: int = 2048
     prefill_chunk: int = 1024
+    max_step_patches: int = 4096
+    reuse: bool = True
+    exact_decode: bool = False
     num_threads: int | None = None
 
 
@@ -60,7 +80,7 @@ class Job:
     stop_ids: frozenset[int]
     sink: Callable[[Token | K3VLError], None]
     token_ids: list[int]
-    features: dict[int, torch.Tensor] = field(default_factory=dict)  # by span offset
+    arrived: float
 
 
 class Engine:
@@ -83,25 +103,25 @@ class Engine:
             stop_ids: tokens that end every generation.
 
         Raises:
-            ConfigError: the cache budget is too small.
+            ConfigError: the cache budget is too small, or the page size is no multiple of 16.
         """
         dtype, device = model.embedding.dtype, model.embedding.device
         sizes = plan_cache(
-            model.config,
-            dtype,
-            budget_bytes=config.cache_bytes,
-            num_slots=config.max_requests,
-            page_size=config.page_size,
+            model.config, dtype, budget_bytes=config.cache_bytes, page_size=config.page_size
         )
         self.model, self.encoder, self.config = model, encoder, config
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
         self.scheduler = Scheduler(
             sizes=sizes,
-            max_step_tokens=config.max_step_tokens,
-            prefill_chunk=config.prefill_chunk,
+            max_step_tokens=max(config.max_step_tokens, config.page_size),
+            prefill_chunk=max(config.prefill_chunk, config.page_size),
+            max_step_patches=config.max_step_patches,
+            max_requests=config.max_requests,
+            reuse=config.reuse,
         )
         self.jobs: dict[int, Job] = {}
+        self.times = StageTimes()
 
     def admissible(self, prompt: Prompt, sampling: SamplingParams) -> int:
         """Check a request that has not been added yet; safe on any thread.
@@ -124,7 +144,8 @@ class Engine:
                 code="context_length_exceeded",
             )
         max_new = min(sampling.max_tokens, context - length)
-        self.scheduler.check_fits(Sequence(id=-1, num_prompt=length, max_new=max_new))
+        media = media_items(prompt.spans, sampling.cache_salt)
+        self.scheduler.check_fits(Sequence(id=-1, num_prompt=length, max_new=max_new, media=media))
         return max_new
 
     def add(
@@ -136,7 +157,16 @@ class Engine:
     ) -> None:
         """Queue a request that :meth:`admissible` has let through."""
         max_new = self.admissible(prompt, sampling)
-        sequence = Sequence(id=request_id, num_prompt=len(prompt.token_ids), max_new=max_new)
+        length, size, salt = len(prompt.token_ids), self.config.page_size, sampling.cache_salt
+        keys = page_keys(prompt.token_ids, prompt.spans, size, salt) if self.config.reuse else []
+        sequence = Sequence(
+            id=request_id,
+            num_prompt=length,
+            max_new=max_new,
+            keys=tuple(keys),
+            wanted=checkpoint_depths(length, prompt.hints, size),
+            media=media_items(prompt.spans, salt),
+        )
         self.scheduler.add(sequence)
         self.jobs[request_id] = Job(
             sequence=sequence,
@@ -145,6 +175,7 @@ class Engine:
             stop_ids=self.stop_ids | set(sampling.stop_ids),
             sink=sink,
             token_ids=list(prompt.token_ids),
+            arrived=time.perf_counter(),
         )
 
     def cancel(self, request_id: int) -> None:
@@ -157,80 +188,124 @@ class Engine:
         for job in list(self.jobs.values()):
             self._fail(job, error)
 
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done; safe on any thread."""
+        return EngineStats.of(self.scheduler, self.times)
+
     def step(self) -> bool:
         """Run one step; False when there is nothing to do."""
         step = self.scheduler.plan()
-        for sequence in step.admitted:
-            assert sequence.slot is not None
-            self.cache.reset_slot(sequence.slot)
-        failed = self._encode(step)
+        with self.times.stage("restore"):
+            for sequence in step.admitted:
+                self._fill_slot(sequence)
+        with self.times.stage("encode"):
+            failed = self._encode(step.encode)
         live = [(s, n) for s, n in step.tokens if s.id not in failed]
-        if not live:
-            return bool(failed)
-        rows = [self._row(self.jobs[s.id], n) for s, n in live]
-        batch = build_batch(
-            rows,
-            page_size=self.scheduler.sizes.page_size,
-            conv_width=self.model.config.linear_attn_config.short_conv_kernel_size,
-            device=self.model.embedding.device,
-        )
-        logits = self.model(batch, self.cache)
-        done = [self.jobs[s.id] for (s, _), row in zip(live, rows, strict=True) if row.wants_logits]
-        for sequence, count in live:
-            sequence.num_cached += count
-        for job, row in zip(done, logits, strict=True):
-            self._emit(job, job.sampler.choose(row))
-        return True
+        decoding = [self.jobs[s.id] for s, _ in live if s.is_decoding]
+        prefilling = [(self.jobs[s.id], n) for s, n in live if not s.is_decoding]
+        with self.times.stage("decode"):
+            each = 1 if self.config.exact_decode else max(1, len(decoding))
+            for first in range(0, len(decoding), each):
+                self._decode(decoding[first : first + each])
+        with self.times.stage("prefill"):
+            for job, count in prefilling:
+                self._prefill(job, count)
+        return bool(step.tokens or step.encode)
 
-    def _encode(self, step: Step) -> set[int]:
-        """Make the features that this step's chunks need; returns requests that failed."""
-        wanted: list[tuple[Job, MediaSpan]] = []
-        for sequence, count in step.tokens:
-            job = self.jobs[sequence.id]
-            wanted += [
-                (job, span)
-                for span in _overlapping(job.prompt, sequence.num_cached, count)
-                if span.offset not in job.features
-            ]
+    def _fill_slot(self, sequence: Sequence) -> None:
+        """Give a sequence that enters its state: of a checkpoint, or of an empty sequence."""
+        assert sequence.slot is not None
+        job = self.jobs[sequence.id]
+        if not sequence.num_generated:
+            self.times.queue += time.perf_counter() - job.arrived
+        if sequence.restore is not None:
+            self.cache.copy(sequence.restore.units, sequence.slot)
+        else:
+            assert sequence.num_cached == 0
+            self.cache.clear(sequence.slot)
+        self.scheduler.restored(sequence)
+
+    def _encode(self, wanted: tuple[Feature, ...]) -> set[int]:
+        """Make encoder outputs; returns requests that failed for want of them."""
+        items: dict[Feature, EncoderItem] = {}
+        for job in self.jobs.values():
+            for index, feature in job.sequence.pinned.items():
+                if not feature.ready:
+                    items[feature] = job.prompt.spans[index].item
         failed: set[int] = set()
-        for job, span, features in self._encode_each(wanted):
-            if not isinstance(features, BackendError):
-                job.features[span.offset] = features
-            elif job.sequence.id not in failed:
+        for feature, made in self._encode_each([(f, items[f]) for f in wanted]):
+            if not isinstance(made, BackendError):
+                self.cache.write_features(feature.entry.units, made)
+                feature.ready = True
+                continue
+            users = [j for j in self.jobs.values() if feature in j.sequence.pinned.values()]
+            for job in users:
                 failed.add(job.sequence.id)
-                self._fail(job, features)
+                self._fail(job, made)
         return failed
 
     def _encode_each(
-        self, wanted: list[tuple[Job, MediaSpan]]
-    ) -> Iterator[tuple[Job, MediaSpan, torch.Tensor | BackendError]]:
-        """Features of every span; when the joint call fails, each is tried alone."""
+        self, wanted: list[tuple[Feature, EncoderItem]]
+    ) -> Iterator[tuple[Feature, torch.Tensor | BackendError]]:
+        """Rows of every output; when the joint call fails, each is tried alone."""
         try:
-            encoded = self.encoder.encode([span.item for _, span in wanted]) if wanted else []
+            encoded = self.encoder.encode([item for _, item in wanted]) if wanted else []
         except Exception as exc:  # noqa: BLE001 - one request's media must not end the others
             if len(wanted) == 1:
                 error = BackendError(f"the vision tower failed ({type(exc).__name__})")
                 error.__cause__ = exc
-                yield (*wanted[0], error)
+                yield wanted[0][0], error
                 return
             for pair in wanted:
                 yield from self._encode_each([pair])
         else:
-            for (job, span), features in zip(wanted, encoded, strict=True):
-                yield job, span, features
+            for (feature, _), rows in zip(wanted, encoded, strict=True):
+                yield feature, rows
 
-    def _row(self, job: Job, count: int) -> Row:
-        """The part of a step that belongs to one request."""
+    def _decode(self, jobs: list[Job]) -> None:
+        """One token of every request, in one pass."""
+        logits = iter(self._forward([self._row(job, 1) for job in jobs]))
+        for job in jobs:
+            last = job.sequence.num_pending == 1
+            self.scheduler.advance(job.sequence, 1)
+            if last:
+                self._emit(job, job.sampler.choose(next(logits)))
+
+    def _prefill(self, job: Job, count: int) -> None:
+        """The next ``count`` tokens of a prompt, page by page."""
+        sequence, size = job.sequence, self.config.page_size
+        end = sequence.num_cached + count
+        assert sequence.num_cached % size == 0
+        for begin in range(sequence.num_cached, end, size):
+            tokens = min(size, end - begin)
+            last = sequence.num_pending == tokens
+            logits = self._forward([self._row(job, tokens, pad_to=size)])
+            checkpoint = self.scheduler.advance(sequence, tokens)
+            if checkpoint is not None:
+                assert sequence.slot is not None
+                self.cache.copy(sequence.slot, checkpoint)
+            if last:
+                self._emit(job, job.sampler.choose(logits[0]))
+
+    def _forward(self, rows: list[Row]) -> torch.Tensor:
+        width = self.model.config.linear_attn_config.short_conv_kernel_size
+        return self.model(build_batch(rows, self.cache, conv_width=width), self.cache)
+
+    def _row(self, job: Job, count: int, *, pad_to: int = 0) -> Row:
+        """The part of a pass that belongs to one request."""
         sequence = job.sequence
         assert sequence.slot is not None
         begin, end = sequence.num_cached, sequence.num_cached + count
         pieces = []
-        for span in _overlapping(job.prompt, begin, count):
-            first, last = max(begin, span.offset), min(end, span.offset + span.item.num_tokens)
-            features = job.features[span.offset][first - span.offset : last - span.offset]
-            pieces.append((first - begin, features))
-            if last == span.offset + span.item.num_tokens:
-                del job.features[span.offset]  # the cache holds all that follows from them
+        for index in sequence.overlapping(begin, end):
+            item = sequence.media[index]
+            first, last = max(begin, item.offset), min(end, item.end)
+            feature = sequence.pinned[index]
+            assert feature.ready
+            rows = self.cache.read_features(
+                feature.entry.units, first - item.offset, last - item.offset
+            )
+            pieces.append((first - begin, rows))
         return Row(
             token_ids=job.token_ids[begin:end],
             context_len=begin,
@@ -238,21 +313,26 @@ class Engine:
             pages=sequence.pages,
             features=pieces,
             wants_logits=count == sequence.num_pending,
+            pad_to=pad_to,
         )
 
     def _emit(self, job: Job, token_id: int) -> None:
         """Deliver a sampled token and end the request where it says so."""
         sequence = job.sequence
         sequence.num_generated += 1
+        if sequence.num_generated == 1:
+            self.times.first_token += time.perf_counter() - job.arrived
+            self.times.first_tokens += 1
         job.token_ids.append(token_id)
+        cached = sequence.num_hit or 0
         if token_id in job.stop_ids:
             self._end(job)
-            job.sink(Token(id=token_id, finish="stop"))
+            job.sink(Token(id=token_id, finish="stop", cached_tokens=cached))
         elif sequence.num_generated == sequence.max_new:
             self._end(job)
-            job.sink(Token(id=token_id, finish="length"))
+            job.sink(Token(id=token_id, finish="length", cached_tokens=cached))
         else:
-            job.sink(Token(id=token_id))
+            job.sink(Token(id=token_id, cached_tokens=cached))
 
     def _fail(self, job: Job, error: K3VLError) -> None:
         self._end(job)
@@ -261,12 +341,3 @@ class Engine:
     def _end(self, job: Job) -> None:
         self.scheduler.finish(job.sequence)
         del self.jobs[job.sequence.id]
-
-
-def _overlapping(prompt: Prompt, begin: int, count: int) -> list[MediaSpan]:
-    """Media spans that share tokens with ``begin .. begin + count``."""
-    return [
-        span
-        for span in prompt.spans
-        if span.offset < begin + count and begin < span.offset + span.item.num_tokens
-    ]

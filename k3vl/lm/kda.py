@@ -56,35 +56,46 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, state: KDAState) -> torch.Tensor:
         """[N, D] -> [N, D]; advances ``state`` in place."""
         qkv, gate, decay, write = self.in_proj(x).split(self.splits, dim=-1)
-        qkv = short_conv(qkv, self.conv, state.windows, batch.slots, batch.taps, batch.tails)
+        cells = batch.cells[state.index]  # [B, H]
+        qkv = self._convolve(qkv, batch, cells, state.windows)
         q, k, v = qkv.float().view(-1, 3, self.heads, self.head).unbind(1)
         q, k = _l2_normalise(q) * self.head**-0.5, _l2_normalise(k)
         g = kda_decay(self.decay_b(decay), self.a_log, self.dt_bias, self.lower_bound)
         beta = torch.sigmoid(write.float())
-        out = self._delta_rule(q, k, v, g, beta, batch, state.states)
+        out = self._delta_rule((q, k, v, g, beta), batch, cells, state.states)
         return self.o_proj(gated_norm(out, self.gate_b(gate), self.o_norm, self.eps))
+
+    def _convolve(
+        self, qkv: torch.Tensor, batch: Batch, cells: torch.Tensor, windows: torch.Tensor
+    ) -> torch.Tensor:
+        """Short convolutions with the windows of the cells, which advance; [N, 3 H K]."""
+        carried = windows[cells].permute(0, 2, 3, 1, 4)  # [B, W-1, 3, H, K]
+        own = carried.flatten(2)
+        every = torch.arange(cells.shape[0], device=cells.device)
+        qkv = short_conv(qkv, self.conv, own, every, batch.taps, batch.tails)
+        windows[cells] = own.view_as(carried).permute(0, 3, 1, 2, 4)
+        return qkv
 
     def _delta_rule(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
         batch: Batch,
+        cells: torch.Tensor,
         states: torch.Tensor,
     ) -> torch.Tensor:
-        """Decoding sequences step, prefilling sequences run the chunked form; [N, H, V]."""
+        """Decoding sequences step, prefilling sequences run the chunked form; [N, H, V].
+
+        ``inputs`` are q, k, v, g [N, H, K] and beta [N, H]; ``states`` [C, K, V], one head a row.
+        """
         n = batch.num_decodes
         outputs = []
-        if n:
-            outputs.append(
-                kda_decode(q[:n], k[:n], v[:n], g[:n], beta[:n], states, batch.slots[:n])
-            )
+        if n:  # to the kernel every head is a sequence of its own, with a cell as its slot
+            q, k, v, g, beta = (x[:n].reshape(n * self.heads, 1, *x.shape[2:]) for x in inputs)
+            out = kda_decode(q, k, v, g, beta, states.unsqueeze(1), cells[:n].flatten())
+            outputs.append(out.view(n, self.heads, -1))
         if batch.prefill_lens:
-            slots = batch.slots[n:]
-            q, k, v, g, beta = (_pad(x, batch.padded) for x in (q, k, v, g, beta))
-            out, states[slots] = self.prefill(q, k, v, g, beta, states[slots])
+            q, k, v, g, beta = (_pad(x, batch.padded) for x in inputs)
+            out, states[cells[n:]] = self.prefill(q, k, v, g, beta, states[cells[n:]])
             outputs.append(out.flatten(0, 1)[batch.packed])
         return torch.cat(outputs)
 

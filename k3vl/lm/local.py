@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from k3vl.errors import K3VLError
     from k3vl.lm.backend import Token
     from k3vl.lm.engine import Engine
+    from k3vl.lm.stats import EngineStats
     from k3vl.types import Prompt, SamplingParams
 
 
@@ -59,6 +60,10 @@ class LocalBackend:
             self._send(lambda: self._engine.cancel(request_id))
         except BackendError:
             return  # it has ended already
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done."""
+        return self._engine.stats()
 
     def close(self) -> None:
         """Cancel everything and wait for the thread."""

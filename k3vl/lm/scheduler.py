@@ -1,60 +1,35 @@
-"""Who runs in the next step, and how many tokens of each. Plain Python over integers.
+"""Who runs in the next step, how many tokens of each, what is encoded. Plain Python over integers.
 
-No tensors, no device, no clock: a plan is a mapping from request to token count. A request is
-admitted when a KDA slot and all the pages it can ever need are free, so an admitted request always
-finishes and nothing has to be preempted. Admission is in order of arrival; a running request that
-a step has no room for goes first in the next.
+No tensors, no device, no clock: a step is a mapping from requests to token counts, and a list of
+encoder outputs to make. The rules:
+
+- Admission in order of arrival, when a slot, the prompt's pages and its media fit now; what could
+  not run even alone is refused before it is queued. A request whose beginning another one is
+  computing right now waits for that one's checkpoint, so that a prefix is computed once.
+- Prompts advance by whole pages (their last one may be partial), generated tokens one by one.
+- Pages of generated tokens and encoder outputs are taken when they are needed. If idle units do not
+  suffice, whoever arrived last gives way: its pages and state go where their content may be found
+  again (the prefix tree), and it queues in its old place. The oldest never gives way and alone fits
+  by admission, so every step advances something and every request ends.
+- A request that a step had no room for goes first in the next.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 from k3vl.errors import CapacityError
-from k3vl.lm.pool import Pool
+from k3vl.lm.arena import Arena
+from k3vl.lm.features import FeatureStore
+from k3vl.lm.prefix import Match, PrefixTree
+from k3vl.lm.sequence import Sequence, media_units
 
 if TYPE_CHECKING:
     from k3vl.lm.cache import CacheSizes
-
-
-@dataclass(slots=True, kw_only=True)
-class Sequence:
-    """What the scheduler knows of a request.
-
-    Attributes:
-        id: unique number.
-        num_prompt: prompt tokens.
-        max_new: most tokens it may generate.
-        num_cached: tokens whose state is in the cache.
-        num_generated: tokens sampled so far.
-        slot: KDA slot, None before admission.
-        pages: MLA pages, empty before admission.
-    """
-
-    id: int
-    num_prompt: int
-    max_new: int
-    num_cached: int = 0
-    num_generated: int = 0
-    slot: int | None = None
-    pages: tuple[int, ...] = ()
-
-    @property
-    def num_known(self) -> int:
-        """Tokens that exist: prompt and generated."""
-        return self.num_prompt + self.num_generated
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens that the model has not seen yet; one while decoding."""
-        return self.num_known - self.num_cached
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only the last sampled token is pending."""
-        return self.num_generated > 0
+    from k3vl.lm.features import Feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,110 +37,388 @@ class Step:
     """One step's plan.
 
     Attributes:
-        admitted: sequences that enter with this step, in order.
-        tokens: (sequence, token count); those of one token come first.
+        admitted: sequences that enter with this step; their slots are to be filled.
+        tokens: (sequence, token count), in order of urgency.
+        encode: encoder outputs to make first.
     """
 
     admitted: tuple[Sequence, ...] = ()
     tokens: tuple[tuple[Sequence, int], ...] = ()
+    encode: tuple[Feature, ...] = ()
 
 
 @dataclass(slots=True)
-class Scheduler:
-    """First come, first served; decoding before prefill; prefill in chunks.
+class Counts:
+    """What has happened so far.
 
     Attributes:
-        sizes: slots, pages and page size of the cache.
-        max_step_tokens: tokens of a step; bounds the time others wait for a long prompt.
-        prefill_chunk: most prompt tokens of one sequence in a step.
+        lookups: first admissions by what the prefix tree gave: ``hit`` (all that the prompt's
+            pages allow), ``partial`` (less: the rest is new), ``no_checkpoint`` (pages were known
+            deeper than any checkpoint), ``unknown``, ``short`` (no whole page to reuse).
+        prompt_tokens, hit_tokens: of the same requests.
+        preemptions: requests that gave way.
+        recomputed_tokens: tokens that had to be computed again for them.
+        checkpoints, checkpoints_skipped: made, and left out for want of cheaper units.
+        peak_running: most requests that ran at once.
+        steps, running_steps: steps, and requests summed over them.
+    """
+
+    lookups: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    checkpoints: int = 0
+    checkpoints_skipped: int = 0
+    peak_running: int = 0
+    steps: int = 0
+    running_steps: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduler:
+    """First come, first served, over one arena.
+
+    Attributes:
+        sizes: units of the arena and what they hold.
+        max_step_tokens: tokens of a step, at least a page; bounds the wait for a long prompt.
+        prefill_chunk: most prompt tokens of one sequence in a step, at least a page.
+        max_step_patches: patches encoded in a step; a larger item is encoded alone.
+        max_requests: sequences that run at once.
+        reuse: keep what ended requests leave behind.
     """
 
     sizes: CacheSizes
     max_step_tokens: int
     prefill_chunk: int
-    waiting: deque[Sequence] = field(default_factory=deque)
+    max_step_patches: int = 1 << 14
+    max_requests: int = 1 << 30
+    reuse: bool = True
+    waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
-    slots: Pool = field(init=False)
-    pages: Pool = field(init=False)
+    counts: Counts = field(default_factory=Counts)
+    arena: Arena = field(init=False)
+    tree: PrefixTree = field(init=False)
+    features: FeatureStore = field(init=False)
+    _encode: list[Feature] = field(default_factory=list, init=False)
+    _orders: count[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
-        """Create the pools."""
-        assert self.max_step_tokens > 0
-        assert self.prefill_chunk > 0
-        self.slots = Pool(self.sizes.num_slots)
-        self.pages = Pool(self.sizes.num_pages)
+        """Create the arena and what hangs on it."""
+        assert self.max_step_tokens >= self.sizes.page_size <= self.prefill_chunk
+        self.arena = Arena(self.sizes.num_units)
+        self.tree = PrefixTree(
+            self.arena,
+            page_size=self.sizes.page_size,
+            units_per_slot=self.sizes.units_per_slot,
+        )
+        self.features = FeatureStore(self.arena, keep_idle=self.reuse)
 
-    def pages_needed(self, sequence: Sequence) -> int:
-        """Pages for the prompt and every token it may generate (the last is never cached)."""
-        return -(-(sequence.num_prompt + sequence.max_new) // self.sizes.page_size)
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that :meth:`check_fits` has let through."""
-        self.waiting.append(sequence)
+    # ------------------------------------------------------------------ coming and going
 
     def check_fits(self, sequence: Sequence) -> None:
         """Refuse what could not run even alone; reads only constants, safe on any thread.
 
         Raises:
-            CapacityError: with the pages it needs and those that exist.
+            CapacityError: with the units it needs and those that exist.
         """
-        needed = self.pages_needed(sequence)
-        if needed > self.sizes.num_pages:
+        pages = self.sizes.pages(sequence.num_prompt + sequence.max_new)
+        media = media_units(sequence, self.sizes)
+        needed = self.sizes.units_per_slot + pages + media
+        if needed > self.sizes.num_units:
             raise CapacityError(
                 f"{sequence.num_prompt} prompt tokens and up to {sequence.max_new} new ones need "
-                f"{needed} pages of {self.sizes.page_size} tokens; the cache has "
-                f"{self.sizes.num_pages}"
+                f"{pages} pages of {self.sizes.page_size} tokens, {self.sizes.units_per_slot} "
+                f"units of state and {media} of media features; the cache has "
+                f"{self.sizes.num_units} units"
             )
 
-    def plan(self) -> Step:
-        """Admit what fits and choose the tokens of the next step; empty when nothing is left."""
-        admitted = self._admit()
-        budget = self.max_step_tokens
-        tokens: list[tuple[Sequence, int]] = []
-        left_out: set[int] = set()
-        for sequence in sorted(self.running, key=self._urgency):
-            count = min(sequence.num_pending, self.prefill_chunk, budget)
-            if count:
-                tokens.append((sequence, count))
-                budget -= count
-            else:
-                left_out.add(sequence.id)
-        self.left_out = left_out
-        tokens.sort(key=lambda pair: pair[1] != 1)  # rows of one token lead the batch
-        return Step(admitted=tuple(admitted), tokens=tuple(tokens))
-
-    def _urgency(self, sequence: Sequence) -> tuple[bool, bool]:
-        """Whom the last step had no room for, then who decodes, then the rest by arrival."""
-        return (sequence.id not in self.left_out, not sequence.is_decoding)
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that :meth:`check_fits` has let through."""
+        sequence.order = next(self._orders)
+        self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Free what a sequence holds, wherever it is in its life."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self.slots.give_back([sequence.slot], sequence.id)
-        self.pages.give_back(sequence.pages, sequence.id)
-        sequence.slot, sequence.pages = None, ()
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    # ------------------------------------------------------------------ a step
+
+    def plan(self) -> Step:
+        """Admit what fits and choose the next step's work; empty when nothing is left."""
+        admitted = self._admit()
+        self._encode = []
+        budget = self.max_step_tokens
+        chosen: dict[int, tuple[Sequence, int]] = {}
+        for sequence in sorted(self.running, key=self._urgency):
+            if sequence.slot is None:
+                continue  # it has just given way
+            tokens = self._equip(sequence, self._share(sequence, budget))
+            if tokens:
+                chosen[sequence.id] = sequence, tokens
+                budget -= tokens
+        tokens_of = tuple((s, n) for s, n in chosen.values() if s.slot is not None)
+        self.left_out = {s.id for s in self.running} - {s.id for s, _ in tokens_of}
+        self.counts.steps += bool(tokens_of)
+        self.counts.running_steps += len(self.running)
+        self.counts.peak_running = max(self.counts.peak_running, len(self.running))
+        return Step(
+            admitted=tuple(s for s in admitted if s.slot is not None),
+            tokens=tokens_of,
+            encode=tuple(feature for feature in self._encode if feature.entry.kept),
+        )
+
+    def restored(self, sequence: Sequence) -> None:
+        """The sequence's slot has been filled."""
+        if sequence.restore is not None:
+            self.arena.release(sequence.restore)
+            sequence.restore = None
+
+    def advance(self, sequence: Sequence, tokens: int) -> tuple[int, ...] | None:
+        """Note that the model has seen ``tokens`` more, at most up to the next page border.
+
+        Returns:
+            Units into which the sequence's slot must be copied before anything else is done, as a
+            checkpoint of this very depth; None for none.
+        """
+        sequence.num_cached += tokens
+        for index, feature in list(sequence.pinned.items()):
+            if sequence.media[index].end <= sequence.num_cached:
+                self.features.unpin(feature)
+                del sequence.pinned[index]
+        depth, rest = divmod(sequence.num_cached, self.sizes.page_size)
+        if rest or depth > len(sequence.keys) or not self.reuse:
+            return None
+        self._share_page(sequence, depth)
+        return self._checkpoint(sequence, depth) if depth in sequence.wanted else None
 
     def check_integrity(self) -> None:
-        """Every unit is free or owned by exactly the running sequences."""
-        self.slots.check_integrity()
-        self.pages.check_integrity()
-        held = sum(len(sequence.pages) for sequence in self.running)
-        assert self.pages.size - self.pages.num_free == held
-        assert self.slots.size - self.slots.num_free == len(self.running)
+        """Every unit is free, kept, or owned by exactly one running sequence; references add up."""
+        self.arena.check_integrity()
+        self.tree.check_integrity()
+        self.features.check_integrity()
+        held = Counter(node for s in self.running for node in s.path)
+        for node in self.tree.nodes():
+            assert node.page is not None
+            assert node.page.refs == held[node], "references of a page do not add up"
+        pins = Counter(feature for s in self.running for feature in s.pinned.values())
+        assert all(feature.entry.refs == number for feature, number in pins.items())
+        private = sum(len(s.slot or ()) + len(s.pages) - len(s.path) for s in self.running)
+        kinds = self.arena.units_by_kind()
+        assert kinds["slot"] == len(self.running) * self.sizes.units_per_slot
+        kept = len(self.tree.nodes())
+        assert kinds["slot"] + kinds["page"] == private + kept, "a page has no owner"
+        assert all(s.slot is None and not s.pages and not s.pinned for s in self.waiting)
+
+    # ------------------------------------------------------------------ admission
 
     def _admit(self) -> list[Sequence]:
         admitted = []
-        while self.waiting and self.slots.fits(1):
-            needed = self.pages_needed(self.waiting[0])
-            if not self.pages.fits(needed):
+        for sequence in list(self.waiting):
+            if len(self.running) >= self.max_requests:
                 break
-            sequence = self.waiting.popleft()
-            (sequence.slot,) = self.slots.take(1, sequence.id)
-            sequence.pages = self.pages.take(needed, sequence.id)
-            self.running.append(sequence)
+            match = self.tree.match(sequence.keys, (sequence.num_prompt - 1) // self._page)
+            if self._is_ahead(sequence, match):
+                continue
+            # Alone it may even do without its hit: the checkpoint and the slot it is copied into
+            # may be more than the arena holds.
+            if not self._enter(sequence, match) and (
+                self.running or not self._enter(sequence, Match((), match.known))
+            ):
+                break
+            self.waiting.remove(sequence)
             admitted.append(sequence)
         return admitted
+
+    def _is_ahead(self, sequence: Sequence, match: Match) -> bool:
+        """Whether a running sequence is about to compute more of this one's beginning.
+
+        That one is then asked to leave a checkpoint where the two part.
+        """
+        limit = (sequence.num_prompt - 1) // self._page
+        for other in self.running:
+            if other.is_decoding or not self.reuse:
+                continue
+            common = _common(sequence.keys[:limit], other.keys)
+            if common > max(len(match.path), other.num_cached // self._page):
+                other.wanted.add(common)
+                return True
+        return False
+
+    def _enter(self, sequence: Sequence, match: Match) -> bool:
+        """Take a slot and the prompt's pages, if they fit beside what runs."""
+        for node in match.path:
+            self.tree.hold(node)
+        checkpoint = match.path[-1].checkpoint if match.path else None
+        if checkpoint is not None:
+            self.arena.hold(checkpoint)
+        slot, hit = self.sizes.units_per_slot, len(match.path)
+        pages = self.sizes.pages(sequence.num_prompt) - hit
+        # One page for everybody who runs, lest the newcomer is turned out again at once.
+        spare = media_units(sequence, self.sizes) + len(self.running)
+        if not self.arena.fits(slot + pages + spare):
+            if checkpoint is not None:
+                self.arena.release(checkpoint)
+            for node in reversed(match.path):
+                self.tree.release(node)
+            return False
+        sequence.slot = self.arena.take(slot, "slot")
+        own = self.arena.take(pages, "page")
+        sequence.path = list(match.path)
+        sequence.pages = [*(unit for node in match.path for unit in node.page.units), *own]  # type: ignore[union-attr]
+        sequence.restore, sequence.num_cached = checkpoint, hit * self._page
+        assert checkpoint is None or match.path[-1].depth * self._page == sequence.num_cached
+        if checkpoint is not None:
+            self.arena.touch(checkpoint)
+        self._note_lookup(sequence, match)
+        self.running.append(sequence)
+        return True
+
+    def _note_lookup(self, sequence: Sequence, match: Match) -> None:
+        hit, limit = len(match.path), (sequence.num_prompt - 1) // self._page
+        if match.known > hit:  # a fork seen twice: leave a checkpoint there
+            sequence.wanted.add(min(match.known, limit))
+        if sequence.num_hit is not None:
+            self.counts.recomputed_tokens += sequence.num_known - sequence.num_cached
+            return
+        sequence.num_hit = sequence.num_cached
+        self.counts.prompt_tokens += sequence.num_prompt
+        self.counts.hit_tokens += sequence.num_hit
+        if not limit or not sequence.keys:
+            reason = "short"
+        elif hit == limit:
+            reason = "hit"
+        elif min(match.known, limit) > hit:
+            reason = "no_checkpoint"
+        else:
+            reason = "partial" if hit else "unknown"
+        self.counts.lookups[reason] += 1
+
+    # ------------------------------------------------------------------ shares of a step
+
+    @property
+    def _page(self) -> int:
+        return self.sizes.page_size
+
+    def _urgency(self, sequence: Sequence) -> tuple[bool, bool, int]:
+        """Whom the last step had no room for, then who decodes, then the rest; by arrival."""
+        return (sequence.id not in self.left_out, not sequence.is_decoding, sequence.order)
+
+    def _share(self, sequence: Sequence, budget: int) -> int:
+        """Tokens that a step's budget allows: one, or whole pages, or the rest of the prompt."""
+        if sequence.is_decoding:
+            return min(1, budget)
+        rest = sequence.num_prompt - sequence.num_cached
+        most = min(self.prefill_chunk, budget)
+        return rest if rest <= most else most // self._page * self._page
+
+    def _equip(self, sequence: Sequence, tokens: int) -> int:
+        """Get the units for so many tokens, or for fewer; how many can run."""
+        begin = sequence.num_cached
+        if tokens and sequence.is_decoding:
+            if begin < len(sequence.pages) * self._page:
+                return tokens
+            if not self._make_room(sequence, 1):
+                return 0
+            sequence.pages += self.arena.take(1, "page")
+            return tokens
+        for index in sequence.overlapping(begin, begin + tokens):
+            if index not in sequence.pinned and not self._pin(sequence, index):
+                return max(0, sequence.media[index].offset // self._page * self._page - begin)
+        return tokens
+
+    def _pin(self, sequence: Sequence, index: int) -> bool:
+        """Hold a media item's features, or have them made in this step."""
+        item = sequence.media[index]
+        feature = self.features.pin(item)
+        if feature is None:
+            patches = sum(made.item.patches for made in self._encode) + item.patches
+            if self._encode and patches > self.max_step_patches:
+                return False
+            units = self.sizes.feature_units(item.num_tokens)
+            if not self._make_room(sequence, units):
+                return False
+            feature = self.features.make(item, units)
+            self._encode.append(feature)
+        sequence.pinned[index] = feature
+        return True
+
+    def _make_room(self, sequence: Sequence, units: int) -> bool:
+        """Let later arrivals give way, the latest first, until so many units are available."""
+        while not self.arena.fits(units):
+            latest = max(self.running, key=lambda other: other.order)
+            if latest is sequence:
+                return False
+            self._preempt(latest)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free what a sequence holds and queue it in its old place."""
+        self.counts.preemptions += 1
+        depth, rest = divmod(sequence.num_cached, self._page)
+        at_border = not rest and 0 < depth == len(sequence.path) and sequence.restore is None
+        if at_border and sequence.path[-1].checkpoint is None and sequence.slot is not None:
+            # Its state is the state of a page's end: keep it as it lies, nobody writes it any more.
+            self.arena.relabel(sequence.slot, "slot", "checkpoint")
+            self.tree.attach(sequence.path[-1], sequence.slot, depth)
+            sequence.slot = ()
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_cached = 0
+        place = next(
+            (i for i, other in enumerate(self.waiting) if other.order > sequence.order),
+            len(self.waiting),
+        )
+        self.waiting.insert(place, sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back or leave to others everything that a sequence holds."""
+        self.restored(sequence)
+        for feature in sequence.pinned.values():
+            self.features.unpin(feature)
+        self.arena.give_back(sequence.pages[len(sequence.path) :], "page")
+        for node in reversed(sequence.path):
+            self.tree.release(node)
+        self.arena.give_back(sequence.slot or (), "slot")
+        sequence.slot, sequence.pages, sequence.path = None, [], []
+        sequence.pinned = {}
+
+    # ------------------------------------------------------------------ what is left behind
+
+    def _share_page(self, sequence: Sequence, depth: int) -> None:
+        """Hand the page that has just been completed to the tree, or take the tree's own."""
+        index = depth - 1
+        assert len(sequence.path) == index
+        parent = sequence.path[-1] if sequence.path else self.tree.root
+        unit = sequence.pages[index]
+        node, taken = self.tree.insert(parent, sequence.keys[index], unit)
+        self.tree.hold(node)
+        sequence.path.append(node)
+        if not taken:
+            assert node.page is not None
+            self.arena.give_back([unit], "page")
+            sequence.pages[index] = node.page.units[0]
+
+    def _checkpoint(self, sequence: Sequence, depth: int) -> tuple[int, ...] | None:
+        node = sequence.path[-1]
+        if node.checkpoint is not None:
+            self.arena.touch(node.checkpoint)
+            return None
+        units = self.tree.reserve(node)
+        if units is None:
+            self.counts.checkpoints_skipped += 1
+            return None
+        self.tree.attach(node, units, depth)
+        self.counts.checkpoints += 1
+        return units
+
+
+def _common(a: tuple[object, ...], b: tuple[object, ...]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

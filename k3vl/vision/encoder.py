@@ -1,7 +1,8 @@
-"""Media items to rows of the language model: cache, batching, tower, projector.
+"""Media items to rows of the language model: batching, tower, projector.
 
-Here: who is computed together. Not here: pixels (``processor.py``), the models themselves
-(``tower.py``, ``projector.py``), where the rows go in a prompt (``k3vl.pipeline``).
+Here: who is computed together. Not here: keeping features (``lm/features.py``), pixels
+(``processor.py``), the models themselves (``tower.py``, ``projector.py``), where the rows go in a
+prompt (``k3vl.pipeline``).
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from k3vl.types import EncoderItem
-    from k3vl.vision.cache import EncoderCache
     from k3vl.vision.projector import PatchMerger
     from k3vl.vision.tower import VisionTower
 
 
 class VisionEncoder:
-    """Features of media items, each computed once.
+    """Features of media items; equal items of a call are computed once.
 
-    One item at a time, an item's features depend on that item alone, to the last bit: with or
-    without the cache, whatever else is asked for. Matrix products of another height may round
+    One item at a time, an item's features depend on that item alone, to the last bit, whatever
+    else is asked for. Matrix products of another height may round
     otherwise, so items that share a batch agree with lone ones to about 1e-6 (float32) only. On a
     CPU that is worth it: two cores encode 224-pixel pictures by the demo tower in 24.3 ms each
     alone and in 22.3 to 23.1 ms each in batches of 2 to 8. A GPU wants batches.
@@ -34,7 +34,6 @@ class VisionEncoder:
     Args:
         tower: made for the same dtype and device as the projector.
         projector: from merged cells to the text width.
-        cache: holds features between calls; None computes every distinct item of every call.
         max_patches_per_batch: items are joined up to this many patches, a larger one goes alone;
             None takes one item at a time.
     """
@@ -44,19 +43,16 @@ class VisionEncoder:
         tower: VisionTower,
         projector: PatchMerger,
         *,
-        cache: EncoderCache | None = None,
         max_patches_per_batch: int | None = None,
     ) -> None:
         self.tower = tower
         self.projector = projector
-        self.cache = cache
         self.max_patches_per_batch = max_patches_per_batch
 
     def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
-        """Compute or recall the features of every item, in order.
+        """Compute the features of every item, in order.
 
-        Items with equal digests share one tensor, with each other and with the cache; it is not to
-        be written.
+        Items with equal digests share one tensor; it is not to be written.
 
         Returns:
             [num_tokens, text width] for every item, in the models' dtype and on their device.
@@ -65,20 +61,12 @@ class VisionEncoder:
             ShapeError: an item's patches, grid and token count disagree.
         """
         distinct = {item.digest: item for item in items}
+        for item in distinct.values():
+            _check(item)
         features: dict[str, torch.Tensor] = {}
-        missing: list[EncoderItem] = []
-        for digest, item in distinct.items():
-            held = self.cache.get(digest) if self.cache is not None else None
-            if held is None:
-                _check(item)
-                missing.append(item)
-            else:
-                features[digest] = held
-        for batch in self._batches(missing):
+        for batch in self._batches(list(distinct.values())):
             for item, rows in zip(batch, self._compute(batch), strict=True):
                 features[item.digest] = rows
-                if self.cache is not None:
-                    self.cache.put(item.digest, rows)
         return [features[item.digest] for item in items]
 
     def _batches(self, items: Sequence[EncoderItem]) -> Iterator[list[EncoderItem]]:

@@ -15,6 +15,7 @@ from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.short_conv import short_conv
 from k3vl.kernels.situ import silu_glu, situ_glu
 from k3vl.lm.batch import Row, build_batch
+from tests.tiny import Runner, tiny_model
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -104,15 +105,15 @@ def test_short_convolution_carries_its_window(splits: tuple[int, ...]) -> None:
     windows = torch.zeros(3, width - 1, channels)
     windows[2] = float("nan")  # nobody's slot
     other = normal(2, channels, seed=5)
-    outputs, done = [], 0
+    outputs, done, runner = [], 0, Runner(tiny_model())
     for count in splits:
         rows = [
-            Row(token_ids=[0] * count, context_len=done, slot=1, pages=[0]),
-            Row(token_ids=[0, 0], context_len=0, slot=0, pages=[1]),
+            Row(token_ids=[0] * count, context_len=done, slot=runner.units(1), pages=[0]),
+            Row(token_ids=[0, 0], context_len=0, slot=runner.units(0), pages=[1]),
         ]
-        batch = build_batch(rows, page_size=16, conv_width=width, device=torch.device("cpu"))
+        batch = build_batch(rows, runner.cache, conv_width=width)
         packed = torch.cat([x[done : done + count], other])
-        y = short_conv(packed, weight, windows, batch.slots, batch.taps, batch.tails)
+        y = short_conv(packed, weight, windows, torch.tensor([1, 0]), batch.taps, batch.tails)
         outputs.append(y[:count])
         done += count
     assert relative_error(torch.cat(outputs), want) < 1e-6

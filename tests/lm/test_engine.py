@@ -41,7 +41,7 @@ class FakeEncoder:
 
 
 def picture(number: int, num_tokens: int = 6) -> EncoderItem:
-    digest = hashlib.sha256(bytes([number])).hexdigest()
+    digest = hashlib.sha256(bytes([number, num_tokens])).hexdigest()
     patches = np.zeros((4 * num_tokens, 3, 14, 14), np.uint8)
     return EncoderItem(digest, patches, (1, 2, 2 * num_tokens), num_tokens)
 
@@ -122,10 +122,12 @@ def test_pictures_are_encoded_once_per_request_and_released() -> None:
         job = runner.jobs[0]
         runner.step()
         spans = job.prompt.spans
-        waiting = [
-            s.offset for s in spans if s.offset + s.item.num_tokens <= job.sequence.num_cached
+        done = [
+            i
+            for i, s in enumerate(spans)
+            if s.offset + s.item.num_tokens <= job.sequence.num_cached
         ]
-        assert not set(waiting) & set(job.features)
+        assert not set(done) & set(job.sequence.pinned)
     assert runner.encoder.encoded == [span.item.digest for span in PROMPTS[0].spans]
 
 
@@ -166,7 +168,7 @@ def test_cancel_at_any_moment_frees_everything(alone) -> None:
         while runner.jobs:
             runner.step()
             runner.scheduler.check_integrity()
-        assert runner.scheduler.pages.num_free == runner.scheduler.pages.size
+        assert runner.scheduler.arena.num_available == runner.scheduler.arena.size
         for i, inbox in enumerate(inboxes):
             if i != victim:
                 assert inbox.ids == alone[i]
@@ -198,7 +200,7 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
     assert error.value.code == "context_length_exceeded"
     assert runner.admissible(Prompt((1,) * 30), SamplingParams(max_tokens=10)) == 10
     with pytest.raises(CapacityError, match="pages"):
-        engine(cache_bytes=60_000).admissible(Prompt((1,) * 3000), SamplingParams())
+        engine(cache_bytes=120_000).admissible(Prompt((1,) * 3000), SamplingParams())
     with pytest.raises(ConfigError, match="cache budget of 1,000 bytes is too small"):
         engine(cache_bytes=1000)
 

@@ -85,7 +85,7 @@ def test_a_slot_is_reset_between_requests() -> None:
     ids, want = full_logits()
     runner = Runner(tiny_model())
     runner.run([Row(token_ids=tokens(20, seed=9), context_len=0, slot=0, pages=PAGES)])
-    runner.cache.reset_slot(0)
+    runner.cache.clear(runner.units(0))
     row = Row(token_ids=ids, context_len=0, slot=0, pages=PAGES)
     assert torch.equal(runner.run([row], all_logits=True), want)
 
@@ -93,13 +93,12 @@ def test_a_slot_is_reset_between_requests() -> None:
 def test_unwritten_cache_memory_has_no_influence() -> None:
     ids, want = full_logits()
     runner = Runner(tiny_model())
-    for layer in runner.cache.layers:
-        if isinstance(layer, torch.Tensor):
-            layer.fill_(float("nan"))
+    runner.cache.buffer.view(torch.float32).fill_(float("nan"))
+    runner.cache.clear(runner.units(0))
     for i in range(10):
         row = Row(token_ids=ids[i : i + 1], context_len=i, slot=0, pages=PAGES)
         other = Row(token_ids=tokens(1), context_len=0, slot=1, pages=[9])
-        runner.cache.reset_slot(1)
+        runner.cache.clear(runner.units(1))
         logits = runner.run([row, other])
         assert relative_error(logits[0], want[i]) < TOLERANCE
 
@@ -194,12 +193,9 @@ def test_output_gate_acts_before_the_output_projection() -> None:
     with torch.no_grad():
         layer.in_proj.weight[-TINY.num_attention_heads * TINY.v_head_dim :] = -1e4
         x = torch.rand(4, TINY.hidden_size) + 0.1
-    batch = build_batch(
-        [Row(token_ids=[0] * 4, context_len=0, slot=0, pages=[0])],
-        page_size=16,
-        conv_width=4,
-        device=CPU,
-    )
+    runner = Runner(tiny_model())
+    row = Row(token_ids=[0] * 4, context_len=0, slot=runner.units(0), pages=[0])
+    batch = build_batch([row], runner.cache, conv_width=4)
     assert not layer(x, batch, torch.zeros(16, 16)).any()
 
 

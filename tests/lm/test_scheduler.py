@@ -1,4 +1,4 @@
-"""The scheduler and its pools, over thousands of random traces."""
+"""Arena, prefix tree and scheduler over thousands of random traces; integers only."""
 
 from __future__ import annotations
 
@@ -7,125 +7,340 @@ import random
 import pytest
 
 from k3vl.errors import CapacityError
+from k3vl.lm.arena import Arena, Entry
 from k3vl.lm.cache import CacheSizes
-from k3vl.lm.pool import Pool
-from k3vl.lm.scheduler import Scheduler, Sequence
+from k3vl.lm.features import MediaItem
+from k3vl.lm.scheduler import Scheduler
+from k3vl.lm.sequence import Sequence, checkpoint_depths, media_units
+
+PAGE = 8
 
 
-def scheduler(*, slots: int = 4, pages: int = 12, budget: int = 32, chunk: int = 16) -> Scheduler:
-    sizes = CacheSizes(num_slots=slots, num_pages=pages, page_size=8)
-    return Scheduler(sizes=sizes, max_step_tokens=budget, prefill_chunk=chunk)
-
-
-def sequence(number: int, prompt: int, new: int) -> Sequence:
-    return Sequence(id=number, num_prompt=prompt, max_new=new)
-
-
-def run_step(plan: Scheduler) -> list[int]:
-    """Carry out one plan as the engine does; returns the ids of the sequences that finished."""
-    step = plan.plan()
-    assert sum(count for _, count in step.tokens) <= plan.max_step_tokens
-    lengths = [count for _, count in step.tokens]
-    assert lengths == sorted(lengths, key=lambda n: n != 1), "decode rows lead"
-    finished = []
-    for seq, count in step.tokens:
-        assert 0 < count <= seq.num_pending
-        seq.num_cached += count
-        assert seq.num_cached <= len(seq.pages) * plan.sizes.page_size
-        if seq.num_pending == 0:
-            seq.num_generated += 1
-            if seq.num_generated == seq.max_new:
-                plan.finish(seq)
-                finished.append(seq.id)
-    plan.check_integrity()
-    return finished
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_random_traces_finish_in_order_and_leak_nothing(seed: int) -> None:
-    rng = random.Random(seed)
-    plan = scheduler(
-        slots=rng.randint(1, 5),
-        pages=rng.randint(4, 14),
-        budget=rng.randint(1, 40),
-        chunk=rng.randint(1, 20),
+def scheduler(
+    *, units: int = 40, slot: int = 3, budget: int = 32, chunk: int = 16, **options
+) -> Scheduler:
+    sizes = CacheSizes(
+        num_units=units, unit_bytes=64, page_size=PAGE, units_per_slot=slot, feature_rows=4
     )
-    limit = plan.sizes.num_pages * plan.sizes.page_size
-    live: dict[int, Sequence] = {}
-    started: list[int] = []
-    arrivals = [
-        sequence(i, rng.randint(1, limit // 2), rng.randint(1, limit // 2)) for i in range(20)
-    ]
+    return Scheduler(sizes=sizes, max_step_tokens=budget, prefill_chunk=chunk, **options)
+
+
+def sequence(
+    number: int, prompt: int, new: int, *, family: int | None = None, media: tuple = ()
+) -> Sequence:
+    """Prompts of one family share their pages; a family's pages contain its media."""
+    keys = [(family if family is not None else f"own {number}", i) for i in range(prompt // PAGE)]
+    return Sequence(
+        id=number,
+        num_prompt=prompt,
+        max_new=new,
+        keys=tuple(keys),
+        wanted=checkpoint_depths(prompt, (), PAGE),
+        media=media,
+    )
+
+
+def item(offset: int, tokens: int, digest: str, patches: int = 4) -> MediaItem:
+    return MediaItem(offset=offset, num_tokens=tokens, patches=patches, key=(None, digest))
+
+
+class Machine:
+    """Carries out plans as the engine does, and checks what may be checked at every step."""
+
+    def __init__(self, plan: Scheduler) -> None:
+        self.plan = plan
+        self.state: dict[int, tuple] = {}  # unit -> what was written there, as (family key, depth)
+        self.encoded: list[str] = []
+
+    def step(self) -> list[Sequence]:
+        """One step; the sequences that finished."""
+        plan, step = self.plan, self.plan.plan()
+        plan.check_integrity()
+        assert bool(step.tokens or step.encode) == bool(plan.running), "every step advances something"
+        assert sum(n for _, n in step.tokens) <= plan.max_step_tokens
+        patches = [feature.item.patches for feature in step.encode]
+        assert len(patches) <= 1 or sum(patches) <= plan.max_step_patches
+        for new in step.admitted:
+            depth = 0
+            if new.restore is not None:
+                depth = self.state[new.restore.units[0]][1]
+                assert self.state[new.restore.units[0]][0] == new.keys[depth - 1], "another's state"
+            assert depth * PAGE == new.num_cached
+            plan.restored(new)
+        for feature in step.encode:
+            assert feature.entry.kept
+            assert feature.entry.refs
+            self.encoded.append(feature.item.key[1])
+            feature.ready = True
+        finished = [s for s, n in step.tokens if self._run(s, n)]
+        plan.check_integrity()
+        return finished
+
+    def _run(self, seq: Sequence, tokens: int) -> bool:
+        for index in seq.overlapping(seq.num_cached, seq.num_cached + tokens):
+            assert seq.pinned[index].ready, "media are encoded before their tokens run"
+        assert tokens == 1 or not seq.is_decoding
+        end = seq.num_cached + tokens
+        while seq.num_cached < end:
+            part = min(PAGE, end - seq.num_cached)
+            assert len(seq.pages) * PAGE >= seq.num_cached + part
+            units = self.plan.advance(seq, part)
+            if units is not None:
+                depth = seq.num_cached // PAGE
+                assert seq.num_cached % PAGE == 0
+                self.state[units[0]] = (seq.keys[depth - 1], depth)
+        if seq.slot is not None and seq.num_cached % PAGE == 0 and seq.num_cached > 0:
+            depth = seq.num_cached // PAGE  # what a preemption in the next plan may leave behind
+            if depth <= len(seq.keys):
+                self.state[seq.slot[0]] = (seq.keys[depth - 1], depth)
+        if seq.num_pending:
+            return False
+        seq.num_generated += 1
+        if seq.num_generated < seq.max_new:
+            return False
+        self.plan.finish(seq)
+        return True
+
+
+def random_sequence(rng: random.Random, number: int, units: int, slot: int) -> Sequence:
+    room = (units - slot - 4) * PAGE
+    prompt = rng.randint(1, max(1, room * 2 // 3))
+    media, at = [], 0
+    while rng.random() < 0.6:
+        at += rng.choice((0, 0, 1, 3, 20))
+        size = rng.randint(1, 12)
+        if at + size > prompt:
+            break
+        media.append(item(at, size, f"{rng.randrange(6)}-{size}", patches=4 * size))
+        at += size
+    return sequence(
+        number,
+        prompt,
+        rng.randint(1, max(1, room - prompt)),
+        family=rng.choice((None, 0, 1, 2)) if not media else None,
+        media=tuple(media),
+    )
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_random_traces_finish_reuse_and_leak_nothing(first: int) -> None:
+    for seed in range(first, first + 100):
+        rng = random.Random(seed)
+        slot, units = rng.randint(1, 4), rng.randint(12, 40)
+        plan = scheduler(
+            units=units,
+            slot=slot,
+            budget=rng.randint(PAGE, 40),
+            chunk=rng.randint(PAGE, 30),
+            max_requests=rng.randint(1, 6),
+            max_step_patches=rng.randint(1, 80),
+            reuse=rng.random() < 0.8,
+        )
+        machine, live, arrivals, steps = Machine(plan), {}, [], 0
+        for number in range(12):
+            new = random_sequence(rng, number, units, slot)
+            try:
+                plan.check_fits(new)
+            except CapacityError:
+                continue
+            arrivals.append(new)
+        while arrivals or live:
+            while arrivals and (not live or rng.random() < 0.4):
+                new = arrivals.pop(0)
+                plan.add(new)
+                live[new.id] = new
+            if live and rng.random() < 0.05:
+                plan.finish(live.pop(rng.choice(list(live))))
+                plan.check_integrity()
+            for done in machine.step():
+                live.pop(done.id)
+            steps += 1
+            assert steps < 5000, f"no progress, seed {seed}"
+        assert plan.arena.num_available == plan.arena.size, "nothing is held when nobody runs"
+        if not plan.reuse:
+            assert plan.arena.num_free == plan.arena.size
+
+
+def finish_all(machine: Machine, limit: int = 2000) -> int:
     steps = 0
-    while arrivals or live:
-        while arrivals and (not live or rng.random() < 0.4):
-            new = arrivals.pop(0)
-            plan.check_fits(new)
-            plan.add(new)
-            live[new.id] = new
-        if rng.random() < 0.05:
-            victim = live.pop(rng.choice(list(live)))
-            plan.finish(victim)
-            plan.check_integrity()
-        for done in run_step(plan):
-            live.pop(done)
-        started += [s.id for s in plan.running if s.id not in started]
+    while machine.plan.running or machine.plan.waiting:
+        machine.step()
         steps += 1
-        assert steps < 20_000, "no progress"
-    assert started == sorted(started), "first come, first served"
-    assert plan.slots.num_free == plan.slots.size
-    assert plan.pages.num_free == plan.pages.size
+        assert steps < limit
+    return steps
 
 
 def test_every_step_moves_something() -> None:
-    plan = scheduler(budget=1, chunk=1)
+    plan = scheduler(budget=PAGE, chunk=PAGE)
     for i in range(3):
         plan.add(sequence(i, 5, 4))
-    done: list[int] = []
-    steps = 0
-    while len(done) < 3:
-        done += run_step(plan)
-        steps += 1
-    assert steps == 3 * (5 + 4 - 1), "one token a step, none wasted"
+    assert finish_all(Machine(plan)) <= 3 * (1 + 4 - 1)
 
 
 def test_nobody_starves_when_a_step_cannot_hold_all_who_decode() -> None:
-    plan = scheduler(slots=4, budget=2)
-    members = [sequence(i, 1, 12) for i in range(4)]
+    plan = scheduler(units=200, budget=PAGE)
+    members = [sequence(i, 1, 40) for i in range(2 * PAGE)]
     for member in members:
         plan.add(member)
-    progress = []
-    for _ in range(16):
-        run_step(plan)
-        progress.append([member.num_generated for member in members])
-    assert all(max(row) - min(row) <= 2 for row in progress), progress
+    machine = Machine(plan)
+    for _ in range(8):
+        machine.step()
+    for _ in range(40):
+        machine.step()
+        made = [member.num_generated for member in members]
+        assert max(made) - min(made) <= 3, made
 
 
 def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
-    plan = scheduler(pages=40, budget=16, chunk=16)
+    plan = scheduler(units=60, budget=16, chunk=16)
     short = sequence(0, 1, 20)
     plan.add(short)
-    run_step(plan)
+    machine = Machine(plan)
+    machine.step()
     plan.add(sequence(1, 200, 1))
     for _ in range(10):
         before = short.num_generated
-        run_step(plan)
+        machine.step()
         assert short.num_generated == before + 1
 
 
 def test_what_can_never_run_is_refused_with_numbers() -> None:
-    with pytest.raises(CapacityError, match="90 prompt tokens and up to 10 new ones need 13 pages"):
-        scheduler().check_fits(sequence(0, 90, 10))
+    with pytest.raises(
+        CapacityError, match="90 prompt tokens and up to 300 new ones need 49"
+    ):
+        scheduler().check_fits(sequence(0, 90, 300))
+    large = item(3, 200, "large")
+    with pytest.raises(CapacityError, match="50 of media features"):
+        scheduler().check_fits(sequence(0, 204, 1, media=(large,)))
 
 
-def test_a_pool_knows_its_owners() -> None:
-    pool = Pool(3)
-    mine = pool.take(2, owner=7)
-    pool.check_integrity()
-    assert pool.num_free == 1
-    with pytest.raises(AssertionError, match="not owned by request 8"):
-        pool.give_back(mine, owner=8)
-    pool.give_back(mine, owner=7)
-    with pytest.raises(AssertionError, match="not owned"):
-        pool.give_back(mine[:1], owner=7)
-    pool.check_integrity()
+def test_two_items_that_do_not_fit_together_take_turns() -> None:
+    """Each item nearly fills what is left; the text between them is shorter than a page."""
+    media = (item(0, 41, "a"), item(44, 40, "b"))
+    one = sequence(0, 88, 4, media=media)
+    need = 3 + 12 + media_units(one, scheduler().sizes)
+    assert media_units(one, scheduler().sizes) == 21, "both lie in one page"
+    plan = scheduler(units=need)
+    other = sequence(1, 88, 4, media=(item(0, 41, "c"), item(44, 40, "d")))
+    for new in (one, other):
+        plan.check_fits(new)
+        plan.add(new)
+    machine = Machine(plan)
+    finish_all(machine, 200)
+    with pytest.raises(CapacityError):
+        scheduler(units=need - 1).check_fits(sequence(0, 88, 4, media=media))
+
+
+def test_items_of_several_requests_are_encoded_in_one_step_under_the_budget() -> None:
+    plan = scheduler(units=200, budget=64, max_step_patches=40)
+    for i in range(4):
+        plan.add(sequence(i, 12, 2, media=(item(2, 5, f"{i}", patches=20),)))
+    step = plan.plan()
+    assert [feature.item.key[1] for feature in step.encode] == ["0", "1"]
+    assert [s.id for s, _ in step.tokens] == [0, 1], "the others have no page without media"
+
+
+def test_a_picture_that_two_requests_need_is_encoded_once() -> None:
+    plan = scheduler(units=200, budget=64)
+    shared = item(2, 5, "shared")
+    for i in range(2):
+        plan.add(sequence(i, 12, 2, media=(shared,)))
+    machine = Machine(plan)
+    finish_all(machine)
+    plan.add(sequence(2, 12, 2, media=(shared,)))
+    finish_all(machine)
+    assert machine.encoded == ["shared"]
+    assert (plan.features.hits, plan.features.misses) == (2, 1)
+
+
+def test_a_second_request_starts_from_the_deepest_state() -> None:
+    plan = scheduler(units=200, budget=64, chunk=64)
+    machine = Machine(plan)
+    for number, length in enumerate((3 * PAGE, 3 * PAGE, 3 * PAGE + 1, 4 * PAGE, 2 * PAGE - 1)):
+        new = sequence(number, length, 2, family=1)
+        plan.add(new)
+        finish_all(machine)
+        assert new.num_hit == (0, 2 * PAGE, 3 * PAGE, 3 * PAGE, 0)[number]
+    assert plan.counts.lookups == {"unknown": 1, "hit": 3, "no_checkpoint": 1}
+
+
+def test_concurrent_cold_starts_compute_a_prefix_once() -> None:
+    plan = scheduler(units=400, budget=64, chunk=16)
+    machine = Machine(plan)
+    members = [sequence(i, 10 * PAGE + 1 + i, 2, family=1) for i in range(8)]
+    for member in members:
+        plan.add(member)
+    finish_all(machine)
+    assert [member.num_hit for member in members] == [0] + [10 * PAGE] * 7
+
+
+def test_a_fork_seen_twice_leaves_a_state() -> None:
+    plan = scheduler(units=400, budget=256, chunk=256)
+    machine = Machine(plan)
+    hits = []
+    for number in range(3):
+        new = sequence(number, 12 * PAGE, 1, family=1)
+        new.keys = (*new.keys[:5], *((number, i) for i in range(7)))
+        plan.add(new)
+        finish_all(machine)
+        hits.append(new.num_hit)
+    assert hits == [0, 0, 5 * PAGE]
+
+
+def test_without_room_a_checkpoint_is_left_out() -> None:
+    plan = scheduler(units=3 + 4, budget=64)
+    new = sequence(0, 3 * PAGE, 2, family=1)
+    plan.add(new)
+    finish_all(Machine(plan))
+    assert plan.counts.checkpoints == 0
+    assert plan.counts.checkpoints_skipped > 0
+
+
+def test_the_latest_gives_way_and_comes_back() -> None:
+    plan = scheduler(units=2 * 3 + 8, budget=64)
+    old, new = sequence(0, 2 * PAGE, 5 * PAGE), sequence(1, 2 * PAGE, 5 * PAGE)
+    for member in (old, new):
+        plan.add(member)
+    machine = Machine(plan)
+    finish_all(machine)
+    assert plan.counts.preemptions > 0
+    assert old.num_generated == new.num_generated == 5 * PAGE
+
+
+def test_the_least_valuable_goes_first_and_unused_value_fades() -> None:
+    arena, gone = Arena(4), []
+
+    def keep(name: str, value: float) -> Entry:
+        entry = Entry(
+            kind="features",
+            units=arena.take(1, "features"),
+            value=lambda: value,
+            on_evict=lambda: gone.append(name),
+        )
+        arena.keep(entry)
+        return entry
+
+    entries = {name: keep(name, value) for name, value in (("a", 5.0), ("b", 1.0), ("c", 3.0))}
+    arena.hold(entries["b"])
+    arena.take(2, "page")
+    assert gone == ["c"], "the cheapest that nobody uses"
+    assert not arena.fits(2)
+    arena.release(entries["b"])
+    arena.check_integrity()
+    arena.take(1, "page")
+    assert gone == ["c", "b"]
+    assert arena.try_take(1, "page", rank=4.0) is None, "a is worth more"
+    assert arena.try_take(1, "page", rank=6.0)
+    assert gone == ["c", "b", "a"]
+    arena.check_integrity()
+
+
+def test_the_arena_knows_its_owners() -> None:
+    arena = Arena(3)
+    mine = arena.take(2, "slot")
+    with pytest.raises(AssertionError, match="no private page"):
+        arena.give_back(mine, "page")
+    arena.give_back(mine, "slot")
+    with pytest.raises(AssertionError, match="no private slot"):
+        arena.give_back(mine[:1], "slot")
+    arena.check_integrity()

@@ -19,7 +19,7 @@ import torch
 from k3vl.checkpoint import CheckpointReader
 from k3vl.config import load_config, load_media_config
 from k3vl.lm.batch import Row
-from k3vl.lm.cache import HybridCache, KDAState
+from k3vl.lm.cache import KDAState
 from k3vl.lm.weights import load_model
 from k3vl.vision.encoder import VisionEncoder
 from k3vl.vision.processor import MediaProcessor
@@ -90,11 +90,11 @@ def test_first_token_and_its_alternatives(model, features, name: str) -> None:
         assert got_value == pytest.approx(value, abs=TOLERANCE)
 
 
-def truncate_windows(cache: HybridCache) -> None:
-    """float32 -> bfloat16 towards zero, in place."""
-    for layer in cache.layers:
-        if isinstance(layer, KDAState):
-            layer.windows.view(torch.int32).bitwise_and_(-65536)
+def truncate_windows(runner: Runner) -> None:
+    """float32 -> bfloat16 towards zero, in place, in the first slot."""
+    cells = runner.cache.cells([runner.units(0)]).flatten()
+    windows = next(x for x in runner.cache.layers if isinstance(x, KDAState)).windows
+    windows[cells] = (windows[cells].view(torch.int32) & -65536).view(torch.float32)
 
 
 def decode(model, features, case: dict, *, truncate: bool) -> list[tuple[int, float]]:
@@ -104,7 +104,7 @@ def decode(model, features, case: dict, *, truncate: bool) -> list[tuple[int, fl
     for token in case["output_ids"]:
         steps.append((int(last.argmax()), float(last[token])))
         if truncate:
-            truncate_windows(runner.cache)
+            truncate_windows(runner)
         row = Row(token_ids=[token], context_len=context, slot=0, pages=range(20))
         last = runner.run([row])[0].log_softmax(-1)
         context += 1

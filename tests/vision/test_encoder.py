@@ -8,7 +8,6 @@ import torch
 
 from k3vl.errors import ShapeError
 from k3vl.types import EncoderItem
-from k3vl.vision.cache import EncoderCache
 from k3vl.vision.encoder import VisionEncoder
 from tests.vision.tiny_vision import TINY, pixels, tiny_models
 
@@ -79,27 +78,11 @@ def test_equal_digests_are_computed_once_and_shared():
     assert out[0] is out[2] is out[3]
 
 
-def test_features_are_the_same_to_the_bit_with_and_without_cache_and_company():
-    plain, _ = counting_encoder()
-    cached, tower = counting_encoder(cache=EncoderCache(1 << 20))
-    first = cached.encode(ITEMS[2:4])
-    again = cached.encode(ITEMS)
-    without = plain.encode(ITEMS)
-    assert len(tower.calls) == 5
-    assert all(torch.equal(a, b) for a, b in zip(again, without, strict=True))
-    assert first[0] is again[2]
-    cached.cache.check_integrity()
-
-
-def test_a_cache_too_small_for_the_call_changes_no_answer():
-    one_item = ITEMS[1].num_tokens * TINY.text_hidden_size * 4
-    encoder, tower = counting_encoder(cache=EncoderCache(one_item))
-    for _ in range(2):
-        for one, rows in zip(ITEMS, encoder.encode(ITEMS), strict=True):
-            assert torch.equal(rows, alone(one))
-    assert len(tower.calls) > 5
-    assert encoder.cache.stats().evictions > 0
-    encoder.cache.check_integrity()
+def test_features_are_the_same_to_the_bit_in_any_company():
+    encoder, _ = counting_encoder()
+    first = encoder.encode(ITEMS[2:4])
+    again = encoder.encode(ITEMS)
+    assert all(torch.equal(a, b) for a, b in zip(first, again[2:4], strict=True))
 
 
 def test_nothing_asked_nothing_done():

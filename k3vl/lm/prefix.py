@@ -1,0 +1,195 @@
+"""Prefix reuse over mutable state: a tree of prompt pages with KDA checkpoints at some of them.
+
+Integers only. A node stands for one page of prompt tokens *behind everything above it*; its key is
+the page's token ids and, where media lie in it, their digests and where in the page each item
+begins, so that pad tokens never match by their id alone. The first page's key holds the salt too.
+
+Who owns what::
+
+    request   root - n1 - n2 - n3 | p4 p5 (tail)      slot (working KDA state, written every token)
+    path (references held) ^^^^^^^  ^^^^^ private      ^^^^ private
+    checkpoint            at n2: immutable, no references unless somebody copies it right now
+
+A request writes only private units. A prompt page that is complete is handed to the tree; when the
+tree has it already (two requests computed the same prefix), the request's copy is freed and the
+tree's is used: both hold the same bits. A hit takes the pages down to the deepest checkpoint, and
+copies the checkpoint into the request's own slot. Only what prefill computed enters the tree; what
+decoding computed differs in rounding, and a warm answer must equal a cold one to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from k3vl.lm.arena import Arena, Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from k3vl.types import MediaSpan
+
+PageKey: TypeAlias = tuple[object, ...]
+
+
+def page_keys(
+    token_ids: Sequence[int], spans: Sequence[MediaSpan], page_size: int, salt: str | None
+) -> list[PageKey]:
+    """Keys of all whole pages of a prompt."""
+    keys: list[PageKey] = []
+    for begin in range(0, len(token_ids) - page_size + 1, page_size):
+        media = tuple(
+            (span.item.digest, span.offset - begin)
+            for span in spans
+            if span.offset < begin + page_size and begin < span.offset + span.item.num_tokens
+        )
+        page = tuple(token_ids[begin : begin + page_size])
+        keys.append((page, media) if begin else (salt, page, media))
+    return keys
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page of a known prefix.
+
+    Attributes:
+        parent: None for the root and for nodes that have gone.
+        key: in the parent's ``children``.
+        depth: pages from the root to this one's end.
+        page: its MLA unit; None for the root.
+        checkpoint: the KDA state at exactly ``depth``, if one is kept.
+        children: pages that follow.
+    """
+
+    parent: Node | None
+    key: PageKey
+    depth: int
+    page: Entry | None = None
+    checkpoint: Entry | None = None
+    children: dict[PageKey, Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree knows of a prompt: ``path`` down to a checkpoint, ``known`` pages in all."""
+
+    path: tuple[Node, ...]
+    known: int
+
+
+class PrefixTree:
+    """The tree, and the entries of the arena that it hangs on."""
+
+    def __init__(self, arena: Arena, *, page_size: int, units_per_slot: int) -> None:
+        """An empty tree."""
+        self.arena = arena
+        self.page_size = page_size
+        self.units_per_slot = units_per_slot
+        self.root = Node(None, (), 0)
+
+    def match(self, keys: Sequence[PageKey], limit: int) -> Match:
+        """Longest known prefix of ``keys``, cut back to a checkpoint at most ``limit`` deep."""
+        node, path, hit = self.root, [], 0
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                break
+            node = child
+            path.append(node)
+            if node.checkpoint is not None and node.depth <= limit:
+                hit = node.depth
+        return Match(tuple(path[:hit]), len(path))
+
+    def insert(self, parent: Node, key: PageKey, unit: int) -> tuple[Node, bool]:
+        """Hand a private page over; the node, and whether it took the unit."""
+        if (known := parent.children.get(key)) is not None:
+            return known, False
+        node = Node(parent, key, parent.depth + 1)
+        node.page = Entry(
+            kind="page", units=(unit,), value=lambda: 0.0, on_evict=lambda: self._forget(node)
+        )
+        parent.children[key] = node
+        if parent.page is not None:
+            self.arena.lead(parent.page, leading=False)
+        self.arena.keep(node.page)
+        return node, True
+
+    def hold(self, node: Node) -> None:
+        """A request uses the node's page."""
+        assert node.page is not None
+        self.arena.hold(node.page)
+
+    def release(self, node: Node) -> None:
+        """A request no longer does."""
+        assert node.page is not None
+        self.arena.release(node.page)
+
+    def worth(self, node: Node) -> float:
+        """Tokens that a checkpoint at ``node`` saves, per unit of it and the pages only it needs.
+
+        A page without a checkpoint at or behind it saves nothing; its value counts here.
+        """
+        above = node.parent
+        while above is not None and above.checkpoint is None and above.depth:
+            above = above.parent
+        pages = node.depth - (above.depth if above is not None else 0)
+        return pages * self.page_size / (self.units_per_slot + pages)
+
+    def reserve(self, node: Node) -> tuple[int, ...] | None:
+        """Units for a checkpoint at ``node``, or None: nothing cheaper is there to give way."""
+        assert node.checkpoint is None
+        rank = self.arena.floor + self.worth(node)
+        return self.arena.try_take(self.units_per_slot, "checkpoint", rank)
+
+    def attach(self, node: Node, units: tuple[int, ...], depth: int) -> None:
+        """Keep a state that was copied into ``units``; it must be the state at the node's depth."""
+        assert depth == node.depth, f"state of page {depth} attached to page {node.depth}"
+        assert node.page is not None
+        assert node.page.kept
+        node.checkpoint = Entry(
+            kind="checkpoint",
+            units=units,
+            value=lambda: self.worth(node),
+            on_evict=lambda: self._lose_checkpoint(node),
+        )
+        self.arena.lead(node.page, leading=False)
+        self.arena.keep(node.checkpoint)
+
+    def nodes(self) -> list[Node]:
+        """Every node but the root."""
+        found, todo = [], [self.root]
+        while todo:
+            children = list(todo.pop().children.values())
+            found += children
+            todo += children
+        return found
+
+    def check_integrity(self) -> None:
+        """References grow towards the root, depths count, what others need cannot be evicted."""
+        for node in self.nodes():
+            assert node.parent is not None
+            assert node.page is not None
+            assert node.page.kept
+            assert node.depth == node.parent.depth + 1
+            assert node.parent.children[node.key] is node
+            if node.parent.page is not None:
+                assert node.parent.page.refs >= node.page.refs
+            assert node.page.leading == (not node.children and node.checkpoint is None)
+            assert node.checkpoint is None or node.checkpoint.kept
+
+    def _forget(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert not node.children
+        del parent.children[node.key]
+        node.parent = None
+        self._loosen(parent)
+
+    def _lose_checkpoint(self, node: Node) -> None:
+        node.checkpoint = None
+        self._loosen(node)
+
+    def _loosen(self, node: Node) -> None:
+        """Nothing depends on the page any more, if so: let it go when units are wanted."""
+        if node.page is not None and not node.children and node.checkpoint is None:
+            self.arena.lead(node.page, leading=True)
