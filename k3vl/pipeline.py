@@ -41,12 +41,14 @@ from k3vl.xtml.messages import parse_messages, parse_tools
 from k3vl.xtml.parser import collect
 from k3vl.xtml.render import media_parts, render
 from k3vl.xtml.tokenizer import encode, media_spans
+from k3vl.xtml.tokens import END_OF_MSG
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from k3vl.lm.backend import Backend, Token
+    from k3vl.lm.stats import EngineStats
     from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
     from k3vl.vision.processor import MediaProcessor
     from k3vl.xtml.tokenizer import Tokenizer
@@ -167,6 +169,11 @@ class Pipeline:
         """Cancel everything and release the model."""
         self.backend.close()
 
+    def stats(self) -> EngineStats | None:
+        """Caches, memory and times of the embedded engine; None of a backend that reports none."""
+        report = getattr(self.backend, "stats", None)
+        return report() if report is not None else None
+
     # ------------------------------------------------------------------ asking
 
     def request(
@@ -213,7 +220,7 @@ class Pipeline:
         )
         return Prepared(
             request=request,
-            prompt=Prompt(token_ids, spans),
+            prompt=Prompt(token_ids, spans, self._message_ends(token_ids)),
             media=media,
             usage=Usage(
                 prompt_tokens=len(token_ids) - _num_uncounted(request),
@@ -221,6 +228,16 @@ class Pipeline:
                 video_tokens=_count_tokens(media, "video"),
             ),
         )
+
+    def _message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Depths at which other conversations may part from this one.
+
+        Where the head (the first message: system prompt and tools) ends, and the last two messages
+        before the answer.
+        """
+        marker = self.tokenizer.special_ids[END_OF_MSG]
+        ends = [i + 1 for i, token_id in enumerate(token_ids) if token_id == marker]
+        return tuple(dict.fromkeys(ends[:1] + ends[-2:]))
 
     def _process(self, where: str, part: MediaPart) -> ProcessedMedia:
         """Step 1 for one part; errors say which one."""

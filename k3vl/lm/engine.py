@@ -4,11 +4,11 @@ One thread owns an engine and everything in it (``local.py`` brings the thread).
 batching: requests enter and leave between steps, decoding and prefill share a step, a long prompt
 is prefilled in chunks, and a chunk may end inside a picture.
 
-Prompts run page by page, every page in a forward pass of its own with ``page_size`` rows. What a
-token's state and logits are then depends on the tokens before it and on nothing else, to the last
-bit: not on the batch, the chunks, the caches or a preemption. Requests that decode share one pass,
-whose height changes the rounding of matrix products (about 1e-6 of a float32 logit), unless
-``exact_decode`` gives each its own.
+Prompts run page by page, every page in a forward pass of its own with ``page_size`` rows, the last
+in whole tiles. What a token's state and logits are then depends on the tokens before it and on
+nothing else, to the last bit: not on the batch, the chunks, the caches or a preemption. Requests
+that decode share one pass, whose height changes the rounding of matrix products (about 1e-6 of a
+float32 logit), unless ``exact_decode`` gives each its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
 from k3vl.lm.batch import Row, build_batch
-from k3vl.lm.cache import HybridCache, plan_cache
+from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
 from k3vl.lm.prefix import page_keys
 from k3vl.lm.sampler import Sampler, check_sampling
@@ -279,7 +279,8 @@ class Engine:
         for begin in range(sequence.num_cached, end, size):
             tokens = min(size, end - begin)
             last = sequence.num_pending == tokens
-            logits = self._forward([self._row(job, tokens, pad_to=size)])
+            # A prompt's last page is nobody else's: whole tiles do.
+            logits = self._forward([self._row(job, tokens, pad_to=-(-tokens // TILE) * TILE)])
             checkpoint = self.scheduler.advance(sequence, tokens)
             if checkpoint is not None:
                 assert sequence.slot is not None

@@ -1,7 +1,8 @@
 """The gated multi-head latent attention layer, without positions.
 
-Prefill expands the latents of the whole sequence into keys and values; decode stays in the latent
-space (absorbed form). Both read one cache of [c | k_r] rows.
+Decode stays in the latent space (absorbed form), and so does prefill while expanding the latents of
+the whole sequence into keys and values would cost more than its few queries save. All read one
+cache of [c | k_r] rows.
 Source: Kimi K3 ``modeling_kimi_linear.py`` (KimiMLAAttention with ``mla_use_nope``).
 """
 
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from k3vl.kernels.mla import mla_decode, mla_prefill
+from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
 from k3vl.lm.layers import RMSNorm, linear, parameter
 
 if TYPE_CHECKING:
@@ -81,7 +82,11 @@ class MultiHeadLatentAttention(nn.Module):
         return self.o_proj(self.gate(out, gate))
 
     def _prefill(self, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Expanded form: q [T, H, K], context [L, R + P] -> [T, H, V]."""
+        """The cheaper form for T queries: q [T, H, K], context [L, R + P] -> [T, H, V]."""
+        width, expanding = self.nope + self.rope + self.value, self.nope + self.value
+        if q.shape[0] * (2 * self.latent + self.rope - width) < self.latent * expanding:
+            mixed = mla_prefill_latent(self._absorb(q), context, self.latent, self.scale)
+            return self._values(mixed)
         c, k_shared = context.split([self.latent, self.rope], dim=-1)
         expanded = (c @ self.kv_b.flatten(0, 1).mT).unflatten(-1, (self.heads, -1))
         k, v = expanded.split([self.nope, self.value], dim=-1)
@@ -90,18 +95,25 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _decode(self, q: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
         """Absorbed form: q [B, H, K] -> [B, H, V]."""
-        w_k, w_v = self.kv_b.split([self.nope, self.value], dim=1)  # [H, nope, R], [H, V, R]
-        q_nope, q_shared = q.split([self.nope, self.rope], dim=-1)
-        absorbed = (q_nope.transpose(0, 1) @ w_k).transpose(0, 1)  # [B, H, R]
         mixed = mla_decode(
-            torch.cat([absorbed, q_shared], dim=-1),
+            self._absorb(q),
             latents,
             batch.decode_rows,
             batch.decode_lens,
             self.latent,
             self.scale,
         )
-        return (mixed.transpose(0, 1) @ w_v.mT).transpose(0, 1)
+        return self._values(mixed)
+
+    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries [N, H, K] against keys -> queries [N, H, R + P] against latents."""
+        q_nope, q_shared = q.split([self.nope, self.rope], dim=-1)
+        absorbed = (q_nope.transpose(0, 1) @ self.kv_b[:, : self.nope]).transpose(0, 1)
+        return torch.cat([absorbed, q_shared], dim=-1)
+
+    def _values(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Mixtures of latents [N, H, R] -> mixtures of values [N, H, V]."""
+        return (mixed.transpose(0, 1) @ self.kv_b[:, self.nope :].mT).transpose(0, 1)
 
 
 def _sigmoid_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

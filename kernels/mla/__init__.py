@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.mla.reference import mla_decode_reference, mla_prefill_reference
+from k3vl.kernels.mla.reference import (
+    mla_decode_reference,
+    mla_prefill_latent_reference,
+    mla_prefill_reference,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +34,32 @@ def mla_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
     if q.shape[1:] != (heads, width) or v.shape[:2] != (length, heads) or q.shape[0] > length:
         raise ShapeError(f"mla_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     return mla_prefill_reference(q, k, v, scale)
+
+
+def mla_prefill_latent(
+    q: torch.Tensor, context: torch.Tensor, latent_width: int, scale: float
+) -> torch.Tensor:
+    """As :func:`mla_prefill`, over latents that all heads share and nobody expands.
+
+    Args:
+        q: [T, H, R + P], the no-position query times ``W_K`` (R), then the shared part (P).
+        context: [L, R + P], L >= T, the sequence's latents in order.
+        latent_width: R.
+        scale: of the scores.
+
+    Returns:
+        [T, H, R] mixtures of latents in the dtype of ``q``; scores and softmax in float32.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+    fits = q.shape[-1] == context.shape[-1] >= latent_width and q.shape[0] <= context.shape[0]
+    if not fits:
+        raise ShapeError(
+            f"mla_prefill_latent: q {tuple(q.shape)}, context {tuple(context.shape)}, "
+            f"R {latent_width}"
+        )
+    return mla_prefill_latent_reference(q, context, latent_width, scale)
 
 
 def mla_decode(

@@ -25,6 +25,18 @@ def mla_prefill_reference(
     return out.transpose(0, 1)
 
 
+def mla_prefill_latent_reference(
+    q: torch.Tensor, context: torch.Tensor, latent_width: int, scale: float
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
+    queries, heads = q.shape[:2]
+    scores = (q.transpose(0, 1).flatten(0, 1) @ context.mT).float().mul_(scale)  # [H T, L]
+    future = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu_(1)
+    scores.view(heads, queries, -1)[..., -queries:].masked_fill_(future, float("-inf"))
+    mixed = scores.softmax(-1).to(q.dtype) @ context[:, :latent_width]
+    return mixed.unflatten(0, (heads, queries)).transpose(0, 1)
+
+
 def mla_decode_reference(
     q: torch.Tensor,
     latents: torch.Tensor,

@@ -79,17 +79,20 @@ def test_any_prefill_chunk_is_as_whole(alone, chunk: int) -> None:
         assert [reply.content for reply in pipeline.replies(requests)] == alone
 
 
-def test_the_encoder_cache_changes_nothing(demo, alone) -> None:
-    """Answers of a warm cache, twice, and of no cache at all."""
-    encoder = demo.backend._engine.encoder
-    before = encoder.cache.stats().hits
-    again = [demo.reply(question(label)).content for label in LABELS]
-    assert again == alone
-    assert encoder.cache.stats().hits - before >= len(LABELS)
-    config = EngineConfig(**THREADS)
-    with Pipeline.load(engine=config, encoder_cache_bytes=0) as pipeline:
-        assert pipeline.backend._engine.encoder.cache is None
-        assert [pipeline.reply(question(label)).content for label in LABELS] == alone
+def test_the_caches_change_nothing(demo, alone) -> None:
+    """Answers of warm caches, and of none at all."""
+    before = demo.stats()
+    replies = [demo.reply(question(label)) for label in LABELS]
+    assert [reply.content for reply in replies] == alone
+    assert sum(reply.usage.cached_tokens > 0 for reply in replies) > len(LABELS) // 2
+    assert demo.stats().hit_tokens - before.hit_tokens == sum(
+        reply.usage.cached_tokens for reply in replies
+    )
+    config = EngineConfig(reuse=False, **THREADS)
+    with Pipeline.load(engine=config) as pipeline:
+        for _ in range(2):
+            assert [pipeline.reply(question(label)).content for label in LABELS] == alone
+        assert pipeline.stats().hit_tokens == 0
 
 
 def test_turns_remember_the_picture(demo) -> None:
@@ -149,8 +152,8 @@ def test_leaving_early_frees_the_engine(demo) -> None:
     for thread in threads:
         thread.join()
     demo.reply("Hello")  # behind all the cancellations
-    assert scheduler.slots.num_free == scheduler.slots.size
-    assert scheduler.pages.num_free == scheduler.pages.size
+    scheduler.check_integrity()
+    assert scheduler.arena.num_available == scheduler.arena.size
 
 
 def test_the_command_captions_the_folder() -> None:

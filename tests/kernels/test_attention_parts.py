@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from k3vl.errors import ShapeError
 from k3vl.kernels.attn_residual import attn_residual
 from k3vl.kernels.gated_norm import gated_norm
-from k3vl.kernels.mla import mla_decode, mla_prefill
+from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.short_conv import short_conv
@@ -132,6 +132,17 @@ def test_mla_prefill_is_causal_behind_a_prefix(queries: int, keys: int) -> None:
         scores[:, t, keys - queries + t + 1 :] = float("-inf")
     want = torch.einsum("htl,lhv->thv", scores.softmax(-1), v.double())
     assert relative_error(mla_prefill(q, k, v, scale), want) < 1e-6
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 7), (3, 7), (7, 8)])
+def test_mla_prefill_over_latents_is_prefill_with_one_shared_head(queries: int, keys: int) -> None:
+    heads, latent, shared, scale = 3, 6, 2, 0.4
+    q, context = normal(queries, heads, latent + shared), normal(keys, latent + shared, seed=1)
+    repeated = context.unsqueeze(1).expand(-1, heads, -1)
+    want = mla_prefill(q, repeated, repeated[..., :latent], scale)
+    assert relative_error(mla_prefill_latent(q, context, latent, scale), want) < 1e-6
+    with pytest.raises(ShapeError, match="mla_prefill_latent"):
+        mla_prefill_latent(q, context[:, 1:], latent, scale)
 
 
 def test_mla_decode_ignores_whatever_lies_past_the_end() -> None:
