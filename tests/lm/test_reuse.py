@@ -160,15 +160,14 @@ def test_concurrent_cold_starts_of_one_prefix() -> None:
 
 
 def test_preemption_changes_no_bit() -> None:
+    """Three requests start where only one can end; what they have generated is replayed."""
     sizes = engine().scheduler.sizes
-    prompts = [with_media(80 + i, tail=i) for i in range(4)]
-    want = [cold(prompt, max_tokens=60, temperature=0.8, seed=5) for prompt in prompts]
-    need = sizes.units_per_slot + sizes.pages(84 + 60) + 6
-    runner = engine(cache_bytes=(need + 10) * sizes.unit_bytes)
-    answers = [
-        Answer(runner, i, prompt, max_tokens=60, temperature=0.8, seed=5)
-        for i, prompt in enumerate(prompts)
-    ]
+    prompts = [text(20 + i, seed=i) for i in range(3)]
+    options = {"max_tokens": 60, "temperature": 0.8, "seed": 5}
+    want = [cold(prompt, **options) for prompt in prompts]
+    units = 3 * (sizes.units_per_slot + 2) + 2
+    runner = engine(cache_bytes=units * sizes.unit_bytes)
+    answers = [Answer(runner, i, prompt, **options) for i, prompt in enumerate(prompts)]
     finish(runner)
     assert runner.stats().preemptions > 0
     assert all(a.same_as(w) for a, w in zip(answers, want, strict=True))
@@ -217,7 +216,7 @@ def test_company_changes_rounding_only_without() -> None:
     finish(runner)
     for answer, prompt in zip(answers, prompts, strict=True):
         for got, want in zip(answer.watched.logits, cold(prompt, max_tokens=20).watched.logits):  # noqa: B905 - tokens may part at a tie
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
 
 def test_stats_add_up() -> None:
@@ -274,7 +273,7 @@ def soak(steps: int, seed: int, *, seconds: float = float("inf")) -> Engine:
 
 
 def test_a_short_soak() -> None:
-    stats = soak(600, seed=1).stats()
+    stats = soak(120, seed=1).stats()
     assert stats.preemptions > 0
     assert stats.hit_tokens > 0
     assert sum(stats.evictions.values()) > 0
