@@ -35,9 +35,10 @@ def user(*parts: TextPart | MediaPart) -> Message:
     return Message(role="user", parts=parts)
 
 
-def picture(number: int) -> bytes:
+def picture(number: int, scale: int = 1) -> bytes:
     """The example with one pixel changed, so that no cache has seen it."""
     image = Image.open(PICTURE).convert("RGB")
+    image = image.resize((image.width * scale, image.height * scale))
     image.putpixel((number // 1000 % image.width, number // 256_000), (number % 256, 1, 2))
     out = BytesIO()
     image.save(out, "PNG")
@@ -51,11 +52,15 @@ def first_token(pipeline: Pipeline, messages: list[Message]) -> float:
     return time.perf_counter() - begin
 
 
-def second_turn(pipeline: Pipeline, number: int) -> float:
-    part = MediaPart("image", picture(number))
+def second_turn(pipeline: Pipeline, number: int, scale: int = 1) -> float:
+    part = MediaPart("image", picture(number, scale))
     first = user(part, TextPart("Describe the image."))
     answer = Message(role="assistant", parts=(TextPart(pipeline.reply([first]).content),))
     return first_token(pipeline, [first, answer, user(TextPart("Is there a kite in the picture?"))])
+
+
+def second_turn_large(pipeline: Pipeline, number: int) -> float:
+    return second_turn(pipeline, number, scale=2)
 
 
 def shared_head(pipeline: Pipeline, number: int) -> float:
@@ -87,7 +92,12 @@ def fifty_questions(pipeline: Pipeline, number: int) -> float:
     return time.perf_counter() - begin
 
 
-CASES = {"second_turn": second_turn, "shared_head_2000": shared_head, "fifty_questions": fifty_questions}
+CASES = {
+    "second_turn_448x336": second_turn,
+    "second_turn_896x672": second_turn_large,
+    "shared_head_2000": shared_head,
+    "fifty_questions": fifty_questions,
+}
 
 
 def main() -> None:

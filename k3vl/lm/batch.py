@@ -158,7 +158,7 @@ def _conv_indices(
     Sequence s owns window rows ``s (W-1) .. s (W-1) + W-2`` and, behind all windows, its tokens.
     """
     carried = width - 1
-    sequence = torch.repeat_interleave(torch.tensor(lens))  # [N]
+    sequence = torch.tensor([s for s, n in enumerate(lens) for _ in range(n)])  # [N]
     position = torch.arange(starts[-1]) - torch.tensor(starts[:-1])[sequence]
 
     def rows(which: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

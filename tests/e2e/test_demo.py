@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from k3vl.app.cli import cli
 from k3vl.lm.engine import EngineConfig
@@ -93,6 +94,27 @@ def test_the_caches_change_nothing(demo, alone) -> None:
         for _ in range(2):
             assert [pipeline.reply(question(label)).content for label in LABELS] == alone
         assert pipeline.stats().hit_tokens == 0
+
+
+def test_pictures_of_equal_bytes_are_told_apart(demo) -> None:
+    """The same pixel bytes with another palette, and in another shape, in a warm engine."""
+    data = bytes(range(256)) * 256
+    pictures = []
+    for size, shift in (((256, 256), 0), ((256, 256), 85), ((128, 512), 0)):
+        image = Image.frombytes("P", size, data)
+        image.putpalette([(i * 3 + shift * (i % 3)) % 256 for i in range(768)])
+        pictures.append(image)
+    assert pictures[0].tobytes() == pictures[1].tobytes() == pictures[2].tobytes()
+    questions = [
+        [Message(role="user", parts=(MediaPart("image", image), TextPart("Describe the image.")))]
+        for image in pictures
+    ]
+    spans = [demo.prepare(demo.request(asked)).prompt.spans[0] for asked in questions]
+    assert len({span.item.digest for span in spans}) == 3
+    with Pipeline.load(engine=EngineConfig(reuse=False, **THREADS)) as cold:
+        want = [cold.reply(asked).content for asked in questions]
+    for i in (0, 1, 2, 0, 2, 1):
+        assert demo.reply(questions[i]).content == want[i]
 
 
 def test_turns_remember_the_picture(demo) -> None:
