@@ -3,7 +3,8 @@
     python benchmarks/prefix_cache.py [--rounds 5] [--output benchmarks/prefix_cache.json]
 
 Cases: the second turn of a chat about a picture, fifty questions about one picture, and a system
-head of 2,000 tokens that requests share. Times are taken through the whole pipeline, media decoding and rendering included.
+head of 2,000 tokens that requests share. Times are taken through the whole pipeline, media decoding
+and rendering included.
 """
 
 from __future__ import annotations
