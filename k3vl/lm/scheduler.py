@@ -261,7 +261,7 @@ class Scheduler:
         pages = self.sizes.pages(sequence.num_prompt) - hit
         # One page for everybody who runs, lest the newcomer is turned out again at once.
         spare = media_units(sequence, self.sizes) + len(self.running)
-        if not self.arena.fits(slot + pages + spare):
+        if not self._fits(slot, pages + spare):
             if checkpoint is not None:
                 self.arena.release(checkpoint)
             for node in reversed(match.path):
@@ -278,6 +278,10 @@ class Scheduler:
         self._note_lookup(sequence, match)
         self.running.append(sequence)
         return True
+
+    def _fits(self, state: int, rest: int) -> bool:
+        """Whether a slot and so many other units can be had."""
+        return self.arena.fits(state + rest)
 
     def _note_lookup(self, sequence: Sequence, match: Match) -> None:
         hit, limit = len(match.path), (sequence.num_prompt - 1) // self._page
