@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from k3vl.lm.arena import Arena, Entry
@@ -133,7 +134,7 @@ MEMORIES = {
 
 
 def agents(rng: random.Random, count: int, first: int) -> list[list[Turn]]:
-    """Sessions with a shared head of 8,000 tokens, a repository of their own and ten small steps."""
+    """A shared head of 8,000 tokens, files of each session's own, ten small steps."""
     sessions = []
     for s in range(first, first + count):
         pieces: list[Piece] = [("agent head", 8000), (f"files {s}", rng.randint(10_000, 40_000))]
@@ -190,7 +191,7 @@ def traces() -> dict[str, list[list[Turn]]]:
 
 def page_keys(pieces: tuple[Piece, ...], page_size: int) -> tuple[object, ...]:
     """What lies in every whole page: pieces and the part of them."""
-    keys, begin, parts = [], 0, []
+    keys, parts = [], []
     room = page_size
     for name, length in pieces:
         at = 0
@@ -200,7 +201,6 @@ def page_keys(pieces: tuple[Piece, ...], page_size: int) -> tuple[object, ...]:
         if length > at:
             parts.append((name, at, length - at))
             room -= length - at
-        begin += length
     return tuple(keys)
 
 
@@ -209,7 +209,7 @@ def page_keys(pieces: tuple[Piece, ...], page_size: int) -> tuple[object, ...]:
 
 def decode_ms(batch: int) -> float:
     """Step time of one-GPU-equivalent, between the roofline's points."""
-    for (b0, t0), (b1, t1) in zip(DECODE_MS, DECODE_MS[1:], strict=False):
+    for (b0, t0), (b1, t1) in itertools.pairwise(DECODE_MS):
         if batch <= b1:
             return t0 + (t1 - t0) * (batch - b0) / (b1 - b0)
     return DECODE_MS[-1][1]
