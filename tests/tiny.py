@@ -8,7 +8,7 @@ import math
 import torch
 
 from k3vl.config import LinearAttentionConfig, TextConfig
-from k3vl.lm.batch import Row, build_batch
+from k3vl.lm.batch import Batch, Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.model import K3Model
 
@@ -89,10 +89,11 @@ class Runner:
 
     def __init__(self, model: K3Model, *, slots: int = 4, pages: int = 64, page_size: int = 16):
         self.model = model
-        sizes = plan_cache(model.config, torch.float32, budget_bytes=2**20, page_size=page_size)
+        dtype = model.embedding.dtype
+        sizes = plan_cache(model.config, dtype, budget_bytes=2**24, page_size=page_size)
         self.slots = slots
         sizes = dataclasses.replace(sizes, num_units=slots * sizes.units_per_slot + pages)
-        self.cache = HybridCache(model.config, sizes, dtype=torch.float32, device=CPU)
+        self.cache = HybridCache(model.config, sizes, dtype=dtype, device=CPU)
 
     def units(self, slot: int) -> list[int]:
         """Units of a numbered slot; pages lie behind all slots."""
@@ -100,6 +101,13 @@ class Runner:
         return list(range(slot * each, (slot + 1) * each))
 
     def run(self, rows: list[Row], *, all_logits: bool = False) -> torch.Tensor:
+        batch = self.batch(rows)
+        if all_logits:
+            every = torch.arange(batch.token_ids.shape[0])
+            batch = dataclasses.replace(batch, logit_rows=every)
+        return self.model(batch, self.cache)
+
+    def batch(self, rows: list[Row]) -> Batch:
         """``slot`` and ``pages`` of the rows are small numbers, mapped to units here."""
         behind = self.slots * self.cache.sizes.units_per_slot
         placed = [
@@ -109,11 +117,7 @@ class Runner:
             for row in rows
         ]
         width = self.model.config.linear_attn_config.short_conv_kernel_size
-        batch = build_batch(placed, self.cache, conv_width=width)
-        if all_logits:
-            every = torch.arange(batch.token_ids.shape[0])
-            batch = dataclasses.replace(batch, logit_rows=every)
-        return self.model(batch, self.cache)
+        return build_batch(placed, self.cache, conv_width=width)
 
 
 def tokens(count: int, seed: int = 0, vocab: int = TINY.vocab_size) -> list[int]:

@@ -17,8 +17,7 @@ import torch
 from k3vl.checkpoint import CheckpointReader
 from k3vl.config import checkpoint_path, load_config
 from k3vl.kernels.situ import situ_glu
-from k3vl.lm.batch import Row, build_batch
-from k3vl.lm.cache import CacheSizes, HybridCache
+from k3vl.lm.batch import Row
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.model import K3Model
 from k3vl.lm.moe import LatentMoE
@@ -44,8 +43,7 @@ def test_what_must_stay_float32_does_in_a_bfloat16_model(bfloat16_model) -> None
         if parameter.dtype == torch.float32
     }
     assert float32 == {"router", "router_bias", "a_log", "dt_bias", "conv", "o_norm", "query"}
-    sizes = CacheSizes(num_slots=1, num_pages=1, page_size=16)
-    cache = HybridCache(TINY, sizes, dtype=torch.bfloat16, device=CPU)
+    cache = Runner(bfloat16_model).cache
     assert cache.layers[0].states.dtype == torch.float32
     assert cache.layers[0].windows.dtype == torch.bfloat16
 
@@ -57,13 +55,10 @@ def test_the_demo_model_says_the_same_in_bfloat16() -> None:
     tokenizer = load_tokenizer(directory)
     text = "How many foxes are there? Where is the kite relative to the bus? A fox, a kite and"
     row = Row(token_ids=tokenizer.encode_segment(text, False), context_len=0, slot=0, pages=[0, 1])
-    batch = build_batch([row], page_size=32, conv_width=4, device=CPU)
-    batch = dataclasses.replace(batch, logit_rows=torch.arange(len(row.token_ids)))
-    sizes = CacheSizes(num_slots=1, num_pages=2, page_size=32)
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(reader, config, dtype=dtype, device=CPU)
-        logits.append(model(batch, HybridCache(config, sizes, dtype=dtype, device=CPU)))
+        logits.append(Runner(model, page_size=32).run([row], all_logits=True))
     want, got = logits
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.median() < 0.03
@@ -100,10 +95,9 @@ def test_write_strength_is_float32(monkeypatch) -> None:
     monkeypatch.setattr("k3vl.lm.kda.kda_decode", capture)
     layer = KimiDeltaAttention(TINY, dtype=torch.bfloat16, device=CPU)
     fill(layer)
-    sizes = CacheSizes(num_slots=1, num_pages=1, page_size=16)
-    state = HybridCache(TINY, sizes, dtype=torch.bfloat16, device=CPU).layers[0]
-    row = Row(token_ids=[1], context_len=0, slot=0, pages=[0])
-    batch = build_batch([row], page_size=16, conv_width=4, device=CPU)
+    runner = Runner(K3Model(TINY, dtype=torch.bfloat16, device=CPU))
+    state = runner.cache.layers[0]
+    batch = runner.batch([Row(token_ids=[1], context_len=0, slot=0, pages=[0])])
     layer(torch.randn(1, TINY.hidden_size, dtype=torch.bfloat16), batch, state)
     g, beta = seen[0]
     assert g.dtype == beta.dtype == torch.float32
@@ -136,12 +130,11 @@ def test_values_are_not_normalised_and_queries_are_scaled_once() -> None:
     layer = KimiDeltaAttention(TINY, dtype=torch.float32, device=CPU)
     fill(layer)
     row = Row(token_ids=[0] * 6, context_len=0, slot=0, pages=[0])
-    batch = build_batch([row], page_size=16, conv_width=4, device=CPU)
-    sizes = CacheSizes(num_slots=1, num_pages=1, page_size=16)
     x = torch.randn(6, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def final_state(scale_rows: slice | None) -> torch.Tensor:
-        state = HybridCache(TINY, sizes, dtype=torch.float32, device=CPU).layers[0]
+        runner = Runner(tiny_model())
+        batch, state = runner.batch([row]), runner.cache.layers[0]
         saved = layer.in_proj.weight.detach().clone(), layer.conv.detach().clone()
         with torch.no_grad():
             if scale_rows is not None:
@@ -152,7 +145,7 @@ def test_values_are_not_normalised_and_queries_are_scaled_once() -> None:
             layer(x.abs(), batch, state)
             layer.in_proj.weight.copy_(saved[0])
             layer.conv.copy_(saved[1])
-        return state.states[0].clone()
+        return state.states[batch.cells[0]].clone()
 
     width = layer.heads * layer.head
     plain = final_state(None)
