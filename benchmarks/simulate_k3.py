@@ -182,10 +182,10 @@ def captions(rng: random.Random, count: int, first: int) -> list[list[Turn]]:
 def traces() -> dict[str, list[list[Turn]]]:
     rng = random.Random(0)
     return {
-        "agent sessions": agents(rng, 60, 0),
-        "multi-image chat": chats(rng, 250, 1000),
-        "captioning flood": captions(rng, 600, 2000),
-        "mixed": agents(rng, 30, 3000) + chats(rng, 120, 4000) + captions(rng, 250, 5000),
+        "mixed": agents(rng, 15, 3000) + chats(rng, 60, 4000) + captions(rng, 120, 5000),
+        "captioning flood": captions(rng, 300, 2000),
+        "multi-image chat": chats(rng, 120, 1000),
+        "agent sessions": agents(rng, 30, 0),
     }
 
 
