@@ -77,11 +77,13 @@ def load_pipeline(
     reader.require_only([PREFIX, *VISION_PREFIXES])
     tower, projector = load_vision(reader, config.vision, media, dtype=dtype, device=where)
     model = load_model(reader, config.text, dtype=dtype, device=where)
-    encoder = VisionEncoder(tower, projector)
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE
         engine = EngineConfig(num_threads=1 if small else None)
+    # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
+    batch = engine.max_step_patches if where.type == "cuda" else None
+    encoder = VisionEncoder(tower, projector, max_patches_per_batch=batch)
     backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids))
     return cls(
         processor=MediaProcessor(media, limits=limits, policy=policy),

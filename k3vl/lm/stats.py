@@ -97,7 +97,7 @@ class EngineStats:
             free_units=arena.num_free,
             idle_units=arena.num_available - arena.num_free,
             bytes_by_kind={kind: n * unit for kind, n in arena.units_by_kind().items()},
-            evictions={str(kind): n for kind, n in arena.evictions.items()},
+            evictions={str(kind): n for kind, n in dict(arena.evictions).items()},
             lookups=dict(counts.lookups),
             prompt_tokens=counts.prompt_tokens,
             hit_tokens=counts.hit_tokens,
