@@ -66,10 +66,10 @@ def caption(options: CaptionOptions) -> int:
         ConfigError: nothing could be done, or an output cannot be written.
         K3VLError: the model cannot be loaded.
     """
-    listing = _listing(options)
-    _check(options, listing)
     sidecars, place = _sidecars(options), _journal_path(options)
     with ExitStack() as stack:
+        listing = _listing(stack, options)
+        _check(options, listing)
         journal = _open_journal(stack, options, place) if place and place.exists() else None
         surveyed = survey(listing, options.prompts, sidecars, journal)
         if not surveyed.sources and surveyed.complete:
@@ -168,12 +168,14 @@ def _meter(options: CaptionOptions, total: int | None) -> Meter:
 # ---------------------------------------------------------------------- the parts
 
 
-def _listing(options: CaptionOptions) -> Listing:
+def _listing(stack: ExitStack, options: CaptionOptions) -> Listing:
     inputs = options.inputs
     choice = Choice(
         include=inputs.include, exclude=inputs.exclude, follow_symlinks=inputs.follow_symlinks
     )
-    names = spool(sys.stdin.buffer) if "-" in inputs.arguments else None
+    names = None
+    if "-" in inputs.arguments:
+        names = stack.enter_context(spool(sys.stdin.buffer))
     return Listing(
         arguments=inputs.arguments,
         choice=choice,
@@ -280,7 +282,11 @@ def _engine(options: CaptionOptions) -> Engine:
         parallel=model.concurrency or 8,
         retries=model.retries,
     )
-    engine.check()
+    try:
+        engine.check()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

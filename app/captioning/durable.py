@@ -25,7 +25,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name[:180]}.{os.getpid()}.partial")
+    # Always the same name: what a killed process left is overwritten when its work is done again.
+    beside = path.with_name(f".{path.name[:180]}.partial")
     try:
         with beside.open("wb") as file:
             yield file

@@ -206,6 +206,7 @@ class Journal:
         for row in rows:
             self.add(str(row["id"]), str(row["prompt_id"]), row, {})
             count += 1
+        self.sync()  # the outputs have them
         self._run.clear()
         return count
 
@@ -245,9 +246,9 @@ class Journal:
     def _append(self, record: Record) -> int:
         """One record by one write; returns its place."""
         data = json_line(record).encode()
-        if self._torn:
-            data = b"\n" + data
-        place = self._end + self._torn
+        place = self._end
+        if self._torn:  # never to become whole by the line end alone
+            data, place = b"!\n" + data, place + 2
         try:
             write_all(self._file.fileno(), data)
         except OSError as exc:

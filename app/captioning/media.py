@@ -17,6 +17,7 @@ from k3vl.app.captioning.rows import Seen
 from k3vl.errors import ConfigError, MediaError
 from k3vl.types import MediaPart
 from k3vl.vision.image import DECODER_ERRORS, check_image, open_image
+from k3vl.vision.inspect import kind_of
 from k3vl.vision.plan import frame_budget, plan_frame
 from k3vl.vision.sniff import HEAD_BYTES, sniff
 from k3vl.vision.source import read_path, resolve
@@ -157,8 +158,7 @@ class MediaLoader:
         return Fetched(data, _kind(data[:HEAD_BYTES]), hashlib.sha256(data).hexdigest())
 
     def _local(self, path: Path) -> Fetched:
-        resolve(path, "video", self._processor.policy)
-        kind = _kind(read_path(path, HEAD_BYTES))
+        kind = kind_of(path)
         resolve(path, kind, self._processor.policy)
         if kind == "image":
             data = read_path(path)

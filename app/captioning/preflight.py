@@ -224,7 +224,7 @@ def report_record(
         "unreadable_examples": [{"id": name, "error": why} for name, why in found.unreadable],
         "media_tokens": found.media_tokens,
         "collisions": [list(group) for group in surveyed.collisions],
-        "seconds": None if seconds is None else round(seconds, 1),
+        "seconds": None if seconds is None else round(seconds, 3),
         "seconds_measured_on": None if seconds is None else source,
     }
 

@@ -128,6 +128,7 @@ class Run:
             model=engine.name, revision=engine.revision, with_reasoning=plan.reasoning
         )
         self._seen: set[Key] = set()
+        self._pending: deque[Future[Outcome]] = deque()
         self._needs = Needs(
             journal=plan.journal,
             sidecars=plan.sidecars,
@@ -157,7 +158,7 @@ class Run:
         self._recover()
         threads = plan.engine.parallel
         pool = ThreadPoolExecutor(threads, thread_name_prefix="k3vl-caption")
-        pending: deque[Future[Outcome]] = deque()
+        pending = self._pending
         try:
             for item, prompts in self._work():
                 pending.append(pool.submit(self._worker.caption, item, prompts))
@@ -248,7 +249,9 @@ class Run:
         error = RequestError("this id was there before", param="id", code="duplicate_id")
         source = replace(item.source, id=f"{item.source.id}#again")
         row = error_row(Item(source, item.piece), prompt.id, error, self._origin)
-        self._commit(Outcome(Item(source, item.piece), ((prompt, row),)))
+        refused: Future[Outcome] = Future()
+        refused.set_result(Outcome(Item(source, item.piece), ((prompt, row),)))
+        self._pending.append(refused)  # it is told in its turn
 
     # ------------------------------------------------------------------ what is done
 
