@@ -13,7 +13,7 @@ again. ``fsync`` follows at least every second: after a power cut the captions o
 may be made again, none is doubled. The journal is also the list of failures, whatever sidecars
 exist.
 
-In memory it costs some 130 bytes for each caption: a key and the place of its record.
+In memory it costs some 200 bytes for each caption: a key and the place of its record.
 """
 
 from __future__ import annotations
