@@ -1,184 +1,404 @@
-"""Batch captioning: paths in, one line or record per file out."""
+"""``k3vl caption``: puts the parts of ``k3vl.app.captioning`` together for one run."""
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from k3vl.app.output import json_line, printable, write_record, write_text
-from k3vl.errors import ConfigError, K3VLError, RequestError
-from k3vl.pipeline import Pipeline, Reply
-from k3vl.types import MediaPart, Message, Request, SamplingParams, TextPart
-from k3vl.vision.inspect import kind_of
+from k3vl.app.captioning.engines import LOCAL_PARALLEL, Engine, LocalEngine
+from k3vl.app.captioning.files import Choice, is_folder
+from k3vl.app.captioning.journal import Journal
+from k3vl.app.captioning.listing import Listing, find_files, spool
+from k3vl.app.captioning.media import MediaLoader
+from k3vl.app.captioning.needs import Needs
+from k3vl.app.captioning.outputs import JsonLinesOutput, TableOutput, format_of, is_regular
+from k3vl.app.captioning.preflight import (
+    Survey,
+    collision_error,
+    estimate,
+    report_record,
+    report_text,
+    survey,
+)
+from k3vl.app.captioning.progress import Bar, JsonMeter, Terminal
+from k3vl.app.captioning.prompts import PATH_VARIABLES, check_variables
+from k3vl.app.captioning.report import ContactSheet
+from k3vl.app.captioning.rows import Origin
+from k3vl.app.captioning.run import Plan, Run, TooManyErrors
+from k3vl.app.captioning.shards import is_shard
+from k3vl.app.captioning.sidecars import Sidecars
+from k3vl.app.captioning.tables import TABLE_SUFFIXES, ColumnMap
+from k3vl.app.captioning.tar_output import TarOutput
+from k3vl.app.captioning.worker import Worker
+from k3vl.app.inspect import media_config
+from k3vl.app.output import printable, write_record, write_text
+from k3vl.errors import ConfigError
+from k3vl.pipeline import Pipeline
+from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
+from k3vl.vision.processor import MediaProcessor
+from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator
 
-    from k3vl.load import Device
+    from k3vl.app.captioning.items import Item
+    from k3vl.app.captioning.options import CaptionOptions
+    from k3vl.app.captioning.outputs import Output
+    from k3vl.app.captioning.progress import Meter
+    from k3vl.app.captioning.rows import Row
 
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".jpe", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp"),
-    *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic"),
-)
-VIDEO_SUFFIXES = (
-    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts"),
-    *(".wmv", ".flv", ".3gp", ".ogv"),
-)
-DEFAULT_PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
+__all__ = ["caption", "find_files"]
+
+JOURNAL_NAME = ".k3vl-caption.journal"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptionSettings:
-    """What a run depends on beside its files."""
-
-    model: str
-    device: Device
-    prompt: str | None
-    max_tokens: int
-    output: Path | None
-
-
-def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Files as given; folders give every picture and clip in them, sorted, links not followed."""
-    found: list[Path] = []
-    for path in paths:
-        if os.path.isdir(path):  # unlike Path.is_dir, False for a name that cannot be looked up
-            found += sorted(
-                file
-                for file in path.rglob("*")
-                if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
-                and os.path.isfile(file)
-                and not file.is_symlink()
-            )
-        else:
-            found.append(path)
-    return list(dict.fromkeys(found))
-
-
-def caption_paths(
-    paths: Sequence[Path], settings: CaptionSettings, *, as_json: bool, quiet: bool
-) -> int:
-    """Caption every file and print the results; returns how many failed.
+def caption(options: CaptionOptions) -> int:
+    """Run; returns how many items have no caption, earlier failures included.
 
     Raises:
-        ConfigError: nothing to do, or the output cannot be written.
+        ConfigError: nothing could be done, or an output cannot be written.
         K3VLError: the model cannot be loaded.
     """
-    files = find_files(paths)
-    if not files:
-        raise ConfigError("no pictures or clips there: " + ", ".join(map(printable, paths)))
-    failures = 0
+    sidecars, place = _sidecars(options), _journal_path(options)
     with ExitStack() as stack:
-        keep = stack.enter_context(_output(settings.output)) if settings.output else None
-        pipeline = stack.enter_context(Pipeline.load(settings.model, device=settings.device))
-        progress = stack.enter_context(_progress(quiet=quiet))
-        task = progress.add_task("captioning", total=len(files))
-        for path, result in _captions(pipeline, files, settings):
-            record = _record(path, result, pipeline.name)
-            failures += isinstance(result, K3VLError)
-            if keep:
-                keep(json_line(record))
-            _show(record, as_json=as_json)
-            progress.advance(task)
-    return failures
+        listing = _listing(stack, options)
+        _check(options, listing)
+        journal = _open_journal(stack, options, place) if place and place.exists() else None
+        surveyed = survey(listing, options.prompts, sidecars, journal)
+        if not surveyed.sources and surveyed.complete:
+            names = ", ".join(map(printable, options.inputs.arguments))
+            raise ConfigError(f"no pictures or clips there: {names}")
+        if options.run.dry_run:
+            _dry_run(options, listing, sidecars, journal, surveyed)
+            return 0
+        _check_existing(options, surveyed, journal)
+        outputs = _outputs(stack, options, journal)
+        if journal is None and place is not None:
+            journal = _open_journal(stack, options, place)
+            _adopt(journal, outputs)
+        engine = _engine(options)
+        stack.callback(engine.close)
+        _note_changes(options, journal)
+        plan = Plan(
+            listing=listing,
+            loader=_loader(options, engine.processor),
+            prompts=options.prompts,
+            engine=engine,
+            journal=journal,
+            outputs=outputs,
+            sidecars=sidecars,
+            policy=options.outputs.policy,
+            retry_failed=options.run.retry_failed,
+            max_errors=options.run.max_errors,
+            item_seconds=options.run.item_seconds,
+            reasoning=options.outputs.reasoning,
+            thumbnails=options.outputs.report is not None,
+        )
+        return _go(options, plan, surveyed.sources if surveyed.complete else None)
 
 
-def _captions(
-    pipeline: Pipeline, files: Sequence[Path], settings: CaptionSettings
-) -> Iterator[tuple[Path, Reply | K3VLError]]:
-    """Results in the order of the files."""
-    sampling = SamplingParams(max_tokens=settings.max_tokens)
-    requests = (_request(pipeline, path, settings.prompt, sampling) for path in files)
-    return zip(files, pipeline.replies(requests), strict=True)
+def _go(options: CaptionOptions, plan: Plan, sources: int | None) -> int:
+    """The run between its first and its last word."""
+    per_source = len(options.prompts.prompts) if options.prompts.several else 1
+    total = sources * per_source if sources is not None and not _expands(options) else None
+    sheet = None
+    if options.outputs.report is not None:
+        title = f"{plan.engine.name}: {', '.join(options.inputs.arguments[:3])}"
+        sheet = ContactSheet(options.outputs.report, title)
+    meter = _meter(options, total)
+    watcher = Terminal(as_json=options.run.as_json, meter=meter, others=[sheet] if sheet else [])
+    run = Run(plan, watcher)
+    stopped = finished = False
+    try:
+        with meter:
+            try:
+                run.go()
+                finished = True
+            except TooManyErrors:
+                stopped = True
+    except (KeyboardInterrupt, BrokenPipeError):
+        _finish(plan, run, sheet, finished=False)
+        raise
+    _finish(plan, run, sheet, finished=finished)
+    counts = run.counts
+    if stopped:
+        click.echo(f"stopped after {counts.failed} errors; the same command goes on", err=True)
+    elif not options.run.quiet:
+        _last_word(run)
+    return counts.failed + counts.failed_before
 
 
-def _request(
-    pipeline: Pipeline, path: Path, prompt: str | None, sampling: SamplingParams
-) -> Request:
-    kind = kind_of(path)
-    parts = (MediaPart(kind, path), TextPart(prompt or DEFAULT_PROMPTS[kind]))
-    return pipeline.request([Message(role="user", parts=parts)], sampling=sampling)
+def _finish(plan: Plan, run: Run, sheet: ContactSheet | None, *, finished: bool) -> None:
+    """Give outputs their last form, and end the journal where the run came to its end."""
+    if plan.journal is not None:
+        for output in plan.outputs:
+            output.finish(plan.journal)
+        if finished:
+            made = run.counts.captioned + run.counts.failed
+            plan.journal.end(made, run.counts.seconds)
+    if sheet is not None:
+        sheet.write(run.counts, finished=finished)
 
 
-def _record(path: Path, result: Reply | K3VLError, model: str) -> dict[str, Any]:
-    """The JSON Lines form of a result."""
-    if isinstance(result, K3VLError):
-        # The part's place in the request says nothing to somebody who gave a path.
-        message = str(result).removeprefix("messages[0].content[0]: ")
-        code = result.code if isinstance(result, RequestError) else "engine_error"
-        return {"path": str(path), "error": message, "code": code}
-    (layout,) = result.media
-    return {
-        "path": str(path),
-        "kind": layout.kind,
-        "width": layout.width,
-        "height": layout.height,
-        "caption": result.content.strip(),
-        "finish": result.finish,
-        "usage": asdict(result.usage),
-        "warnings": list(result.warnings),
-        "model": model,
-    }
+def _last_word(run: Run) -> None:
+    """What would else be missed: that nothing was done, and what failed before."""
+    counts = run.counts
+    if counts.skipped:
+        click.echo(f"{counts.skipped} captions were there and are kept", err=True)
+    if counts.failed_before:
+        click.echo(
+            f"{counts.failed_before} failed before; --retry-failed tries them again", err=True
+        )
 
 
-def _show(record: dict[str, Any], *, as_json: bool) -> None:
-    """Results on standard output; what went wrong on standard error."""
-    path = click.style(printable(record["path"]), bold=True)
-    if as_json:
-        write_record(record)
-    elif "error" in record:
-        click.echo(f"{path}: {click.style('error: ' + record['error'], fg='red')}", err=True)
-    else:
-        line = f"{path}: {record['caption']}\n"
-        write_text(line if sys.stdout.isatty() else click.unstyle(line))
-        for warning in record["warnings"]:
-            click.echo(f"{path}: {click.style('note: ' + warning, dim=True)}", err=True)
+def _meter(options: CaptionOptions, total: int | None) -> Meter:
+    if options.run.progress == "json":
+        return JsonMeter(total)
+    wanted = options.run.progress != "none" and not options.run.quiet
+    return Bar(total, shown=wanted and (sys.stderr.isatty() or options.run.progress == "bar"))
 
 
-def _progress(*, quiet: bool) -> Progress:
-    """A bar on standard error, where somebody watches."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet or not sys.stderr.isatty(),
-        redirect_stdout=sys.stdout.isatty(),
-        transient=True,
+# ---------------------------------------------------------------------- the parts
+
+
+def _listing(stack: ExitStack, options: CaptionOptions) -> Listing:
+    inputs = options.inputs
+    choice = Choice(
+        include=inputs.include, exclude=inputs.exclude, follow_symlinks=inputs.follow_symlinks
+    )
+    names = None
+    if "-" in inputs.arguments:
+        names = stack.enter_context(spool(sys.stdin.buffer))
+    return Listing(
+        arguments=inputs.arguments,
+        choice=choice,
+        columns=ColumnMap.parse(inputs.columns),
+        names=names,
     )
 
 
-@contextmanager
-def _output(path: Path) -> Iterator[Callable[[str], None]]:
-    """Open the output before any work is done; gives what writes a line to it, at once."""
+def _loader(options: CaptionOptions, processor: MediaProcessor) -> MediaLoader:
+    return MediaLoader(
+        processor, pages=options.inputs.pages, clip_seconds=options.inputs.clip_seconds
+    )
 
-    def failed(exc: OSError) -> ConfigError:
-        return ConfigError(f"{printable(path)}: cannot be written ({exc.strerror})")
 
-    def write(line: str) -> None:
-        try:
-            file.write(line.encode())
-            file.flush()
-        except OSError as exc:
-            raise failed(exc) from exc
+def _sidecars(options: CaptionOptions) -> Sidecars:
+    outputs = options.outputs
+    paths = [Path(argument) for argument in options.inputs.arguments]
+    return Sidecars(
+        endings=outputs.sidecars,
+        whole_name=outputs.whole_name,
+        folder=outputs.sidecar_folder,
+        roots=tuple(path if path.is_dir() else path.parent for path in paths if _has_tree(path)),
+        several=options.prompts.several,
+    )
 
+
+def _has_tree(path: Path) -> bool:
+    return is_folder(path) or is_shard(path.name) or path.suffix.lower() in TABLE_SUFFIXES
+
+
+def _journal_path(options: CaptionOptions) -> Path | None:
+    """Where the journal is; None where nothing is written that could be gone on with."""
+    outputs = options.outputs
+    if outputs.journal is not None:
+        return outputs.journal
+    regular = [path for path in outputs.files if is_regular(path)]
+    if regular:
+        return regular[0].with_name(f"{regular[0].name}.journal")
+    if not outputs.sidecars:
+        return None
+    first = Path(options.inputs.arguments[0])
+    if outputs.sidecar_folder is not None:
+        return outputs.sidecar_folder / JOURNAL_NAME
+    if is_folder(first):
+        return first / JOURNAL_NAME
+    return (first.parent if first.is_file() else Path()) / JOURNAL_NAME
+
+
+def _open_journal(stack: ExitStack, options: CaptionOptions, path: Path) -> Journal:
+    if options.outputs.sidecar_folder is not None and path.parent == options.outputs.sidecar_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return stack.enter_context(Journal(path, options.settings(), options.outputs.policy))
+
+
+def _outputs(stack: ExitStack, options: CaptionOptions, journal: Journal | None) -> list[Output]:
+    """Open every output, so that a wrong place is found before the model is loaded."""
+    anew = options.outputs.policy == "overwrite"
+    opened: list[Output] = []
+    for path in options.outputs.files:
+        form = format_of(path, options.outputs.form)
+        if form != "jsonl" and journal is None and path.exists() and not anew:
+            raise ConfigError(
+                f"{printable(path)}: exists, and no journal tells what is in it; choose another "
+                "name, or --on-existing overwrite"
+            )
+        if form != "jsonl" and not is_regular(path):
+            raise ConfigError(f"{printable(path)}: a {form} output must be a regular file")
+        if form == "tar":
+            opened.append(TarOutput(path, afresh=anew))
+        elif form == "jsonl":
+            opened.append(JsonLinesOutput(path))
+        else:
+            opened.append(TableOutput(path, form))
+        stack.callback(opened[-1].close)
+    return opened
+
+
+def _adopt(journal: Journal, outputs: list[Output]) -> None:
+    """Take over what a JSON Lines output holds from a time without a journal."""
+    for output in outputs:
+        if isinstance(output, JsonLinesOutput) and is_regular(output.path):
+            journal.adopt(_with_ids(output.rows()))
+
+
+def _with_ids(rows: Iterator[Row]) -> Iterator[Row]:
+    for row in rows:
+        if "caption" in row or "error" in row:
+            yield {"id": row.get("path"), "prompt_id": "default", **row}
+
+
+def _engine(options: CaptionOptions) -> Engine:
+    """Load the model, or reach the endpoint."""
+    model, limits, policy = options.model, _limits(options), _policy(options)
+    if model.base_url is None:
+        pipeline = Pipeline.load(model.model, device=model.device, limits=limits, policy=policy)
+        return LocalEngine(pipeline, parallel=model.concurrency or LOCAL_PARALLEL)
+    from k3vl.app.captioning.remote import RemoteEngine
+
+    engine = RemoteEngine(
+        model.base_url,
+        model.model,
+        MediaProcessor(media_config("k3"), limits=limits, policy=policy),
+        api_key=model.api_key,
+        parallel=model.concurrency or 8,
+        retries=model.retries,
+    )
     try:
-        file = path.open("wb")
-    except OSError as exc:
-        raise failed(exc) from exc
+        engine.check()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _limits(options: CaptionOptions) -> MediaLimits:
+    seconds = options.run.item_seconds
+    if seconds is None:
+        return DEFAULT_LIMITS
+    return replace(
+        DEFAULT_LIMITS, max_decode_seconds=min(DEFAULT_LIMITS.max_decode_seconds, seconds)
+    )
+
+
+def _policy(options: CaptionOptions) -> FetchPolicy:
+    seconds = options.run.item_seconds or DEFAULT_POLICY.total_seconds
+    return replace(
+        DEFAULT_POLICY,
+        total_seconds=min(DEFAULT_POLICY.total_seconds, seconds),
+        allow_private_networks=options.inputs.private_networks,
+    )
+
+
+# ---------------------------------------------------------------------- before the run
+
+
+def _check(options: CaptionOptions, listing: Listing) -> None:
+    """Refuse what cannot work, before anything is touched."""
+    outputs, inputs = options.outputs, options.inputs
+    if "json" in outputs.sidecars and outputs.policy in ("append", "prepend"):
+        raise ConfigError(f"--on-existing {outputs.policy} has no meaning for JSON sidecars")
+    if len(set(outputs.files)) < len(outputs.files):
+        raise ConfigError("--output: the same file is given twice")
+    if options.model.base_url is not None and inputs.clip_seconds is not None:
+        raise ConfigError("--clip-seconds: pieces of a clip cannot be sent to an endpoint")
+    tables = any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in inputs.arguments)
+    has_columns = tables or listing.has_shards or "-" in inputs.arguments
+    check_variables(options.prompts, None if has_columns else PATH_VARIABLES)
+
+
+def _check_existing(options: CaptionOptions, surveyed: Survey, journal: Journal | None) -> None:
+    if surveyed.collisions:
+        raise collision_error(surveyed.collisions)
+    if options.outputs.policy != "error" or (journal is not None and journal.resumed):
+        return
+    if surveyed.existing:
+        raise ConfigError(f"{surveyed.existing} captions exist already (--on-existing error)")
+    for path in options.outputs.files:
+        if path.is_file() and path.stat().st_size:
+            raise ConfigError(f"{printable(path)}: exists already (--on-existing error)")
+
+
+def _note_changes(options: CaptionOptions, journal: Journal | None) -> None:
+    """Say so where captions that are kept were made in another way."""
+    if journal is None or options.run.quiet or options.outputs.policy != "skip":
+        return
+    changed = [name for name in journal.changed if name != "retry_failed"]
+    if changed and len(journal):
+        click.echo(
+            f"note: not as in the last run: {', '.join(changed)}; captions that exist are kept",
+            err=True,
+        )
+
+
+def _expands(options: CaptionOptions) -> bool:
+    return options.inputs.pages == "all" or options.inputs.clip_seconds is not None
+
+
+def _dry_run(
+    options: CaptionOptions,
+    listing: Listing,
+    sidecars: Sidecars,
+    journal: Journal | None,
+    surveyed: Survey,
+) -> None:
+    """Say what a run would do; nothing is written."""
+    remote = options.model.base_url is not None
+    config = media_config("k3" if remote else options.model.model)
+    processor = MediaProcessor(config, limits=_limits(options), policy=_policy(options))
+    needs = Needs(
+        journal=journal,
+        sidecars=sidecars,
+        policy=options.outputs.policy,
+        retry_failed=options.run.retry_failed,
+    )
+    found = estimate(listing, _loader(options, processor), processor, options.prompts, needs)
+    seconds = journal.seconds_per_item if journal is not None else None
+    source = "the last run"
+    if seconds is None and found.sample and not remote:
+        seconds, source = _measure(options, found.sample, sidecars), "a trial"
+    record = report_record(found, surveyed, seconds, source)
+    if options.run.as_json:
+        write_record(record)
+    else:
+        write_text(report_text(record))
+
+
+def _measure(options: CaptionOptions, sample: list[Item], sidecars: Sidecars) -> float:
+    """Seconds for an item, by captioning a few together and keeping nothing."""
+    engine = _engine(options)
+    worker = Worker(
+        loader=_loader(options, engine.processor),
+        prompts=options.prompts,
+        engine=engine,
+        sidecars=sidecars,
+        origin=Origin(model=engine.name, revision=engine.revision),
+        item_seconds=options.run.item_seconds,
+        thumbnails=False,
+    )
+    start = time.monotonic()
     try:
-        yield write
+        with ThreadPoolExecutor(engine.parallel) as pool:
+            list(pool.map(lambda item: worker.caption(item, options.prompts.chosen(item)), sample))
     finally:
-        try:
-            file.close()
-        except OSError as exc:
-            raise failed(exc) from exc
+        engine.close()
+    captions = sum(len(options.prompts.chosen(item)) for item in sample)
+    return (time.monotonic() - start) / captions

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from k3vl import __version__
+from k3vl.app.caption_flags import caption_options, options_of
 from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import K3VLError
 
@@ -65,37 +66,21 @@ device_option = click.option(
 
 
 @cli.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--prompt", help="What to ask; by default a description of the picture or clip.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Also write JSON Lines to this file."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON Lines instead of text.")
-@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1))
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@caption_options
 @model_option
 @device_option
-def caption(
-    paths: Sequence[Path],
-    prompt: str | None,
-    output: Path | None,
-    as_json: bool,
-    max_tokens: int,
-    quiet: bool,
-    model: str,
-    device: Device,
-) -> None:
-    """Caption pictures and clips: files, or folders with everything in them.
+def caption(**values: Any) -> None:
+    """Caption pictures and clips.
 
-    A file that cannot be used is reported and does not stop the run; the exit code is then 2.
+    PATHS are files, folders with everything in them, tables (.jsonl, .csv, .parquet), WebDataset
+    shards (.tar), URLs, or - for a list of those on standard input.
+
+    An item that cannot be used is reported and does not stop the run; the exit code is then 2. A
+    run that was killed or interrupted (130) goes on where it was when the same command is given.
     """
-    from k3vl.app.caption import CaptionSettings, caption_paths
+    from k3vl.app.caption import caption as run
 
-    settings = CaptionSettings(
-        model=model, device=device, prompt=prompt, max_tokens=max_tokens, output=output
-    )
-    failures = caption_paths(paths, settings, as_json=as_json, quiet=quiet)
-    if failures:
+    if run(options_of(values)):
         sys.exit(EXIT_ITEM_ERRORS)
 
 

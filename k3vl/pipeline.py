@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
-from k3vl.errors import K3VLError, MediaError
+from k3vl.errors import CapacityError, K3VLError, MediaError
 from k3vl.generation import Generation
 from k3vl.types import (
     ChatOptions,
@@ -200,14 +201,22 @@ class Pipeline:
             sampling=sampling or SamplingParams(),
         )
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(
+        self, request: Request, *, media: Sequence[ProcessedMedia] | None = None
+    ) -> Prepared:
         """Steps 1 to 3: from messages to token ids and media spans.
+
+        Args:
+            request: what is asked.
+            media: what step 1 makes of the request's media parts, where a caller has it already.
 
         Raises:
             MediaError: a media part cannot be used; ``param`` says which.
             TemplateError: the chat format cannot express the conversation.
         """
-        media = tuple(self._process(where, part) for where, part in media_parts(request.messages))
+        if media is None:
+            media = [self._process(where, part) for where, part in media_parts(request.messages)]
+        media = tuple(media)
         layouts = [item.layout for item in media]
         segments = render(
             request.messages, tools=request.tools, options=request.options, media=layouts
@@ -306,9 +315,13 @@ class Pipeline:
         request = self._as_request(messages, tools, options, sampling)
         return self.complete(self.prepare(request))
 
-    def complete(self, prepared: Prepared) -> Reply:
-        """Steps 4 to 6 for a prepared request, as a whole."""
-        events = list(self._events(prepared))
+    def complete(self, prepared: Prepared, *, seconds: float | None = None) -> Reply:
+        """Steps 4 to 6 for a prepared request, as a whole.
+
+        Raises:
+            K3VLError: whatever went wrong; ``CapacityError`` when it takes longer than ``seconds``.
+        """
+        events = list(self._events(prepared, seconds))
         answer, last = collect(events), events[-1]
         assert isinstance(last, Finish)
         assert last.usage is not None
@@ -370,12 +383,16 @@ class Pipeline:
         sampling = prepared.request.sampling
         return generation, self.backend.submit(prepared.prompt, sampling, sink)
 
-    def _events(self, prepared: Prepared) -> Iterator[Event]:
+    def _events(self, prepared: Prepared, seconds: float | None = None) -> Iterator[Event]:
+        end = None if seconds is None else time.monotonic() + seconds
         inbox: queue.SimpleQueue[Token | K3VLError] = queue.SimpleQueue()
         generation, request_id = self._begin(prepared, inbox.put)
         try:
             while not generation.done:
-                yield from generation.feed(inbox.get())
+                left = None if end is None else max(end - time.monotonic(), 0.0)
+                yield from generation.feed(inbox.get(timeout=left))
+        except queue.Empty:
+            raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:
             self.backend.cancel(request_id)
 

@@ -1,0 +1,98 @@
+"""What captions an item: the seam between run and model, and the embedded engine behind it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from k3vl.app.captioning.rows import Answer, Ask, ItemTimeoutError
+from k3vl.config import checkpoint_path
+from k3vl.errors import CapacityError
+from k3vl.types import MediaPart, Message, TextPart
+
+if TYPE_CHECKING:
+    from k3vl.app.captioning.media import Loaded
+    from k3vl.pipeline import Pipeline
+    from k3vl.vision.processor import MediaProcessor
+
+LOCAL_PARALLEL = 32
+"""As many requests as the embedded engine runs at once."""
+
+
+class Engine(Protocol):
+    """Captions one item at a time on each of many threads.
+
+    Attributes:
+        name, revision: which model it is.
+        processor: prepares media for it.
+        parallel: calls of :meth:`answer` that it can make use of at once.
+    """
+
+    name: str
+    revision: str
+    processor: MediaProcessor
+    parallel: int
+
+    def answer(self, loaded: Loaded, ask: Ask, seconds: float | None) -> Answer:
+        """Caption an item.
+
+        Raises:
+            K3VLError: whatever went wrong with this one.
+        """
+
+    def close(self) -> None:
+        """End every call that is running; they raise."""
+
+
+class LocalEngine:
+    """The embedded engine; requests of many threads are batched by it."""
+
+    def __init__(self, pipeline: Pipeline, *, parallel: int = LOCAL_PARALLEL) -> None:
+        self.name = pipeline.name
+        self.revision = checkpoint_revision(pipeline.name)
+        self.processor = pipeline.processor
+        self.parallel = parallel
+        self._pipeline = pipeline
+
+    def answer(self, loaded: Loaded, ask: Ask, seconds: float | None) -> Answer:
+        """See :class:`Engine`."""
+        start = time.monotonic()
+        part = MediaPart(loaded.media.layout.kind, loaded.fetched.data)
+        message = Message(role="user", parts=(part, TextPart(ask.text)))
+        request = self._pipeline.request([message], sampling=ask.sampling)
+        prepared = self._pipeline.prepare(request, media=[loaded.media])
+        try:
+            reply = self._pipeline.complete(prepared, seconds=seconds)
+        except CapacityError as exc:
+            if seconds is not None and time.monotonic() - start >= seconds:
+                raise ItemTimeoutError(str(exc)) from exc
+            raise
+        return Answer(
+            text=reply.content,
+            reasoning=reply.reasoning,
+            finish=reply.finish,
+            usage=reply.usage,
+            latency=time.monotonic() - start,
+        )
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        self._pipeline.close()
+
+
+def checkpoint_revision(name: str) -> str:
+    """12 hex digits that change with a checkpoint's configuration or weight files.
+
+    Weights count by name and size, not by content: they may be terabytes.
+    """
+    digest = hashlib.sha256()
+    directory = checkpoint_path(name)
+    if not directory.is_dir():
+        return ""
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name} {path.stat().st_size}\0".encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,207 @@
+"""Rows of JSON Lines, CSV and Parquet files as sources, read as a stream."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3vl.app.captioning.items import FsspecFile, Media, Source
+from k3vl.errors import ConfigError, MediaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+TABLE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+_NAMES = {
+    "id": ("id", "key"),
+    "path": ("path", "file", "file_name", "filename", "image_path", "video_path"),
+    "url": ("url", "image_url", "video_url"),
+    "bytes": ("bytes", "image", "video"),
+    "caption": ("caption", "text"),
+}
+"""Column names that are understood without a map."""
+_PARQUET_BATCH = 64
+_MAX_FIELD = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnMap:
+    """Which column holds what; fields without an entry are looked up by their usual names."""
+
+    columns: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, pairs: tuple[str, ...]) -> ColumnMap:
+        """Read ``FIELD=COLUMN`` pairs.
+
+        Raises:
+            ConfigError: a pair without ``=``, or an unknown field.
+        """
+        columns = {}
+        for pair in pairs:
+            name, equals, column = pair.partition("=")
+            if not equals or name not in _NAMES:
+                raise ConfigError(
+                    f"--column {pair}: expected FIELD=COLUMN, FIELD one of {', '.join(_NAMES)}"
+                )
+            columns[name] = column
+        return cls(columns)
+
+    def get(self, row: Mapping[str, Any], field: str) -> Any:
+        """The row's value for a field; None where there is none."""
+        if field in self.columns:
+            return row.get(self.columns[field])
+        return next((row[name] for name in _NAMES[field] if row.get(name) is not None), None)
+
+
+def table_sources(table: Path, columns: ColumnMap, *, light: bool = False) -> Iterator[Source]:
+    """One source for each row; a row that cannot be used is a source with an error.
+
+    Args:
+        table: the file.
+        columns: which column holds what.
+        light: leave out the pictures inside of a Parquet file.
+
+    Raises:
+        ConfigError: the file cannot be read at all.
+    """
+    for number, row in _rows(table, light=light):
+        where = f"{table}:{number}"
+        if isinstance(row, MediaError):
+            yield Source(id=where, path=where, error=row)
+        else:
+            yield _row_source(table, where, row, columns)
+
+
+def _row_source(table: Path, where: str, row: Mapping[str, Any], columns: ColumnMap) -> Source:
+    media, path = _media(table, row, columns)
+    given = columns.get(row, "id")
+    values = {name: str(value) for name, value in row.items() if _is_plain(value)}
+    if (old := columns.get(row, "caption")) is not None and _is_plain(old):
+        values["caption"] = str(old)
+    error = None
+    if media is None:
+        names = ", ".join(name for name in row)
+        error = MediaError(f"no picture in this row; columns: {names}", code="row_invalid")
+    name = str(given) if given is not None else path or where
+    beside = media if isinstance(media, Path) else None
+    return Source(
+        id=name,
+        path=path or where,
+        media=media,
+        beside=beside,
+        columns=values,
+        error=error,
+        repeats=False,
+    )
+
+
+def _media(
+    table: Path, row: Mapping[str, Any], columns: ColumnMap
+) -> tuple[Media | None, str | None]:
+    """The row's bytes, file or URL, and its name; files are relative to the table."""
+    data = columns.get(row, "bytes")
+    if isinstance(data, dict):  # as datasets store pictures: {"bytes", "path"}
+        row = {**row, **{name: value for name, value in data.items() if value is not None}}
+        data = data.get("bytes")
+    path, url = columns.get(row, "path"), columns.get(row, "url")
+    if isinstance(data, bytes):
+        return data, str(path) if path is not None else None
+    if isinstance(path, str):
+        return table.parent / path, str(table.parent / path)
+    if isinstance(url, str):
+        return url_media(url), url
+    if isinstance(data, str):
+        return table.parent / data, str(table.parent / data)
+    return None, None
+
+
+def url_media(url: str) -> Media:
+    """A URL for the fetch policy, or for fsspec."""
+    scheme = url.partition(":")[0].lower()
+    return url if scheme in ("http", "https", "data") else FsspecFile(url)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _rows(table: Path, *, light: bool) -> Iterator[tuple[int, dict[str, Any] | MediaError]]:
+    """Numbered rows, from 1."""
+    suffix = table.suffix.lower()
+    try:
+        if suffix == ".parquet":
+            yield from enumerate(_parquet_rows(table, light=light), 1)
+        elif suffix in (".csv", ".tsv"):
+            yield from enumerate(_csv_rows(table, "\t" if suffix == ".tsv" else ","), 1)
+        else:
+            yield from _json_rows(table)
+    except OSError as exc:
+        raise ConfigError(
+            f"{table}: cannot be read ({exc.strerror or type(exc).__name__})"
+        ) from exc
+
+
+def _json_rows(table: Path) -> Iterator[tuple[int, dict[str, Any] | MediaError]]:
+    with table.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield number, row
+            else:
+                yield number, MediaError("not a JSON object", code="row_invalid")
+
+
+def _csv_rows(table: Path, delimiter: str) -> Iterator[dict[str, Any] | MediaError]:
+    csv.field_size_limit(min(_MAX_FIELD, sys.maxsize))
+    with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter)
+        while True:
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as exc:
+                yield MediaError(f"not a CSV row ({exc})", code="row_invalid")
+                continue
+            yield {name: value for name, value in row.items() if name is not None and value}
+
+
+def _parquet_rows(table: Path, *, light: bool) -> Iterator[dict[str, Any]]:
+    pq = need_parquet()
+    import pyarrow as pa
+
+    try:
+        with pq.ParquetFile(table) as file:
+            binary = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_struct)
+            chosen = [
+                field.name
+                for field in file.schema_arrow
+                if not (light and any(test(field.type) for test in binary))
+            ]
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=chosen):
+                yield from batch.to_pylist()
+    except pa.ArrowException as exc:
+        raise ConfigError(f"{table}: not a Parquet file that can be read") from exc
+
+
+def need_parquet() -> Any:
+    """The optional ``pyarrow.parquet``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as exc:
+        raise ConfigError("Parquet needs pyarrow: pip install 'k3vl[caption]'") from exc
+    return pq

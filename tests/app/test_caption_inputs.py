@@ -1,0 +1,305 @@
+"""Everything that can be captioned: folders, lists, tables, shards, URLs, pages, clips."""
+
+from __future__ import annotations
+
+import csv
+import http.server
+import io
+import json
+import tarfile
+import threading
+from pathlib import Path
+
+import av
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.app.captioning_kit import EchoBackend, picture, pictures, run, use_echo
+from tests.app.test_cli import bomb
+
+
+@pytest.fixture(autouse=True)
+def echo(monkeypatch) -> EchoBackend:
+    return use_echo(monkeypatch)
+
+
+def found(result) -> list[dict]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def names(result) -> list[str]:
+    return [Path(row["path"]).name for row in found(result)]
+
+
+# ------------------------------------------------------------------ folders and lists
+
+
+def test_globs_and_links(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for name in ("a.png", "b.jpg", "sub/c.png", "skip/d.png", "e.dat"):
+        picture(folder / name, 1) if name != "e.dat" else (folder / name).write_bytes(
+            (folder / "a.png").read_bytes()
+        )
+    (folder / "link.png").symlink_to(folder / "a.png")
+    (folder / "loop").symlink_to(folder)
+    assert names(run(folder, "--json")) == ["a.png", "b.jpg", "d.png", "c.png"]
+    assert names(run(folder, "--json", "--exclude=skip")) == ["a.png", "b.jpg", "c.png"]
+    assert names(run(folder, "--json", "--include=*.png", "--exclude=skip/*")) == ["a.png", "c.png"]
+    assert names(run(folder, "--json", "--include=sub/*")) == ["c.png"]
+    assert names(run(folder, "--json", "--include=*.dat")) == ["e.dat"]
+    followed = names(run(folder, "--json", "--follow-symlinks", "--exclude=skip"))
+    assert followed == ["a.png", "b.jpg", "link.png", "c.png"]
+
+
+def test_a_list_on_standard_input(tmp_path: Path) -> None:
+    paths = pictures(tmp_path / "in", 3)
+    text = f"{paths[2]}\n\n{paths[0]}\r\n{tmp_path / 'absent.png'}\n"
+    result = run("-", "--json", stdin=text)
+    assert names(result) == ["00002.png", "00000.png", "absent.png"]
+    assert result.exit_code == 2
+    assert "no pictures or clips there: -" in run("-", stdin="").stderr
+
+
+# ------------------------------------------------------------------ tables
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    picture(tmp_path / "pics" / "a.png", 1)
+    table = tmp_path / "t.jsonl"
+    lines = [
+        '{"id": "one", "path": "pics/a.png", "tags": "red, flat"}',
+        "not json",
+        '{"id": "three", "note": "nothing"}',
+        '{"id": "one", "path": "pics/a.png"}',
+    ]
+    table.write_text("\n".join(lines))
+    result = run(table, "--json", "--prompt=Tags: {tags}. Name: {stem}.")
+    first, second, third, fourth = found(result)
+    assert (first["id"], first["prompt"]) == ("one", "Tags: red, flat. Name: a.")
+    assert (second["id"], second["code"]) == (f"{table}:2", "row_invalid")
+    assert (third["id"], third["code"]) == ("three", "row_invalid")
+    assert (fourth["id"], fourth["code"]) == ("one#again", "duplicate_id")
+
+
+def test_csv_with_a_column_map(tmp_path: Path) -> None:
+    paths = pictures(tmp_path / "in", 2)
+    table = tmp_path / "t.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["key2", "where", "old"])
+        writer.writerows([[f"k{n}", path, f"old\n{n}"] for n, path in enumerate(paths)])
+    flags = ("--column=id=key2", "--column=path=where", "--column=caption=old")
+    result = run(table, "--json", *flags, "--prompt={caption}!")
+    assert [(row["id"], row["prompt"]) for row in found(result)] == [
+        ("k0", "old\n0!"),
+        ("k1", "old\n1!"),
+    ]
+    assert "expected FIELD=COLUMN" in run(table, "--column=x").stderr
+
+
+def test_parquet_with_paths_and_with_pictures(tmp_path: Path) -> None:
+    paths = pictures(tmp_path / "in", 2)
+    pq.write_table(pa.table({"file_name": ["in/00000.png", "in/none.png"]}), tmp_path / "p.parquet")
+    assert [row.get("code") for row in found(run(tmp_path / "p.parquet", "--json"))] == [
+        None,
+        "media_not_found",
+    ]
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
+    pq.write_table(pa.table({"image": images, "n": [1, 2]}), tmp_path / "q.parquet")
+    result = run(tmp_path / "q.parquet", "--json", "--prompt=Number {n}")
+    assert [row["prompt"] for row in found(result)] == ["Number 1", "Number 2"]
+    assert names(result) == ["00000.png", "00001.png"]
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    assert "not a Parquet file" in run(tmp_path / "broken.parquet").stderr
+
+
+# ------------------------------------------------------------------ shards
+
+
+def shard(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> None:
+    with tarfile.open(path, mode) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.mark.parametrize(("name", "mode"), [("s.tar", "w"), ("s.tar.gz", "w:gz")])
+def test_one_bad_member_spoils_no_other(name: str, mode: str, tmp_path: Path) -> None:
+    good = [path.read_bytes() for path in pictures(tmp_path / "in", 3)]
+    members = [
+        *[("a.png", good[0]), ("a.txt", b"old a"), ("a.json", b'{"place": "here"}')],
+        ("b.png", good[1][:30]),
+        ("sub/c.jpeg.png", good[1]),
+        ("d.txt", b"no picture"),
+        ("e.png", good[2]),
+    ]
+    shard(tmp_path / name, members, mode)
+    result = run(tmp_path / name, "--json", "--prompt={id} {caption}")
+    rows = {row["id"].rpartition("/")[2]: row for row in found(result)}
+    assert rows["a"]["prompt"].endswith("/a old a")
+    assert rows["b"]["code"] == "image_truncated"
+    assert rows["d"]["code"] == "row_invalid"
+    assert [key for key, row in rows.items() if "caption" in row] == ["a", "c", "e"]
+
+
+def test_a_shard_that_ends_early(tmp_path: Path) -> None:
+    data = picture(tmp_path / "x.png", 3, (200, 200)).read_bytes()
+    path = tmp_path / "s.tar"
+    shard(path, [(f"{n}.png", data) for n in range(4)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: 2 * (512 + -(-len(data) // 512) * 512) + 700])
+    result = run(path, "--json")
+    assert result.exit_code == 2
+    assert [row.get("code") for row in found(result)] == [None, None, "shard_damaged"]
+
+
+# ------------------------------------------------------------------ networks
+
+
+class Pictures(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path != "/gone.png" else 404)
+        stream = io.BytesIO()
+        Image.new("RGB", (30, 20), "red").save(stream, "PNG")
+        self.end_headers()
+        self.wfile.write(stream.getvalue())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_urls_under_the_fetch_policy(site: str, tmp_path: Path) -> None:
+    urls = [f"{site}/a.png", f"{site}/gone.png"]
+    refused = found(run(*urls, "--json"))
+    assert [row["code"] for row in refused] == ["url_forbidden"] * 2
+    table = tmp_path / "t.jsonl"
+    table.write_text(json.dumps({"id": "x", "url": urls[0]}))
+    rows = found(run(*urls, table, "--json", "--allow-private-networks"))
+    assert [row.get("code") for row in rows] == [None, "image_fetch_failed", None]
+    assert [row["id"] for row in rows] == [*urls, "x"]
+    assert rows[0]["width"] == 30
+
+
+def test_other_file_systems() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (30, 20), "red").save(stream, "PNG")
+    with fsspec.open("memory://box/a.png", "wb") as file:
+        file.write(stream.getvalue())
+    rows = found(run("memory://box/a.png", "memory://box/b.png", "nosuch://x/y.png", "--json"))
+    codes = [row.get("code") for row in rows]
+    assert codes == [None, "media_not_found", "media_not_found"]
+
+
+# ------------------------------------------------------------------ pages and clips
+
+
+def frames(count: int) -> list[Image.Image]:
+    return [Image.new("RGB", (40, 40), (50 * n, 0, 99)) for n in range(count)]
+
+
+def test_pages(tmp_path: Path, echo: EchoBackend) -> None:
+    first, *rest = frames(3)
+    path = tmp_path / "doc.tif"
+    first.save(path, save_all=True, append_images=rest)
+    (row,) = found(run(path, "--json"))
+    assert row["warnings"] == ["3 pages, first used"]
+    rows = found(run(path, "--json", "--pages=all", "--sidecar=txt"))
+    assert [row["id"] for row in rows] == [f"{path}#page={n}" for n in (1, 2, 3)]
+    assert len({row["caption"] for row in rows}) == 3
+    assert sorted(p.name for p in tmp_path.glob("*.txt")) == [f"doc.p00{n}.txt" for n in (1, 2, 3)]
+    assert found(run(path, "--json", "--pages=clip"))[0]["kind"] == "image", "pages are no clip"
+
+
+def test_animations(tmp_path: Path) -> None:
+    first, *rest = frames(4)
+    path = tmp_path / "moves.gif"
+    first.save(path, save_all=True, append_images=rest, duration=500)
+    assert [row["kind"] for row in found(run(path, "--json"))] == ["image"]
+    assert len(found(run(path, "--json", "--pages=all"))) == 4
+    (clip,) = found(run(path, "--json", "--pages=clip"))
+    assert (clip["kind"], clip["prompt"]) == ("video", "Describe the video.")
+    assert clip["frames"] == len(clip["frame_times"]) > 1
+
+
+@pytest.fixture
+def film(tmp_path: Path) -> Path:
+    """Five seconds at ten frames a second; every second has a grey of its own."""
+    path = tmp_path / "film.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(50):
+            pixels = np.full((48, 64, 3), 40 * (number // 10) + 20, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    return path
+
+
+def test_clips_whole_and_in_pieces(film: Path, echo: EchoBackend) -> None:
+    (whole,) = found(run(film, "--json"))
+    assert (whole["kind"], whole["width"], whole["height"]) == ("video", 64, 48)
+    assert whole["usage"]["video_tokens"] > 0
+    pieces = found(run(film, "--json", "--clip-seconds=2"))
+    assert [row["id"] for row in pieces] == [f"{film}#t={a},{a + 2}" for a in (0, 2, 4)]
+    for number, row in enumerate(pieces):
+        times = row["frame_times"]
+        assert 2 * number <= times[0] <= times[-1] < 2 * number + 2
+    assert len({row["caption"] for row in pieces}) == 3
+    dry = json.loads(run(film, "--json", "--clip-seconds=2", "--dry-run").stdout)
+    made = sum(row["usage"]["video_tokens"] for row in pieces)
+    assert (dry["captions"], dry["clips"], dry["media_tokens"]) == (3, 3, made)
+
+
+def test_every_fault_is_one_items_error(tmp_path: Path) -> None:
+    """A folder of what goes wrong with pictures; what is good there gets its caption."""
+    faults = {
+        "bomb.png": bomb(),
+        "cut.jpg": None,
+        "empty.png": b"",
+        "html.jpg": b"<!doctype html><html><body>404</body></html>",
+        "json.png": b'{"error": "not found"}',
+        "lfs.png": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "paper.png": b"%PDF-1.7\n",
+        "drawing.png": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        "random.webp": bytes(range(256)),
+        "clip.mp4": b"\0\0\0\x18ftypisom" + b"\0" * 100,
+    }
+    jpeg = io.BytesIO()
+    Image.effect_noise((300, 300), 50).save(jpeg, "JPEG")
+    faults["cut.jpg"] = jpeg.getvalue()[: len(jpeg.getvalue()) * 6 // 10]
+    for name, data in faults.items():
+        (tmp_path / name).write_bytes(data)
+    good = {
+        "palette.png": Image.new("P", (30, 30)),
+        "sixteen.png": Image.fromarray(np.arange(900, dtype=np.uint16).reshape(30, 30)),
+        "cmyk.jpg": Image.new("CMYK", (30, 30), (0, 255, 255, 0)),
+        "alpha.webp": Image.new("RGBA", (30, 30), (1, 2, 3, 0)),
+        "dot.png": Image.new("RGB", (1, 1)),
+        "line.png": Image.new("RGB", (1, 3000)),
+        "bilevel.tif": Image.new("1", (30, 30)),
+    }
+    for name, image in good.items():
+        image.save(tmp_path / name)
+    result = run(tmp_path, "--json", "--output", tmp_path / "o.jsonl")
+    rows = {Path(row["path"]).name: row for row in found(result)}
+    assert result.exit_code == 2
+    assert {name for name, row in rows.items() if "caption" in row} == set(good)
+    for name in faults:
+        assert rows[name]["error_class"] == "media"
+        assert rows[name]["code"] not in ("engine_error", "invalid_request")
+        assert "0x" not in rows[name]["error"]

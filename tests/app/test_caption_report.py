@@ -1,0 +1,77 @@
+"""The contact sheet: whole, self-contained, and safe whatever a file is called."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from k3vl.app.captioning import report
+from tests.app.captioning_kit import EchoBackend, picture, pictures, run, use_echo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def echo(monkeypatch) -> EchoBackend:
+    return use_echo(monkeypatch)
+
+
+class Page(html.parser.HTMLParser):
+    """What a page holds; raises where tags do not close each other."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_sheet_shows_pictures_captions_and_failures(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 3)
+    picture(folder / "<script>alert(1)<.png", 7)
+    (folder / "bad&.png").write_bytes(b"")
+    sheet = tmp_path / "sheet.html"
+    run(folder, "--report", sheet)
+    text = sheet.read_text("utf-8")
+    page = Page(text)
+    sources = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert "<script>alert(1)<.png" in page.text
+    assert page.text.count("Picture ") == 4
+    assert "bad&.png" in page.text
+    assert "image_empty" in page.text
+    assert not re.search(r"(?:src|href)=['\"](?!data:)", text), "nothing from outside"
+
+
+def test_a_long_run_is_sampled_evenly(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(report, "SHOWN", 20)
+    pictures(tmp_path / "in", 200)
+    sheet = tmp_path / "sheet.html"
+    run(tmp_path / "in", "--report", sheet)
+    page = Page(sheet.read_text("utf-8"))
+    shown = [int(match) for match in re.findall(r"(\d{5})\.png", page.text)]
+    assert len(shown) == 20
+    assert shown == sorted(shown)
+    assert min(shown) < 50
+    assert max(shown) > 150
+    assert "(20 of 200, evenly drawn)" in page.text
