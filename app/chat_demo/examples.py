@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-_TITLES = {
-    "fox-kite-bus.png": "What is in it?",
-    "three-strawberries.jpg": "Count them",
-    "tall-rocket-above-turtle.png": "Which is above?",
-    "owl-transparent.png": "Transparent picture",
-    "sign.jpg": "Read a word",
-    "sailboat.mp4": "Watch a clip",
-}
+if TYPE_CHECKING:
+    from gradio.components.chatbot import ExampleMessage
+
+_SHOWN = (
+    "fox-kite-bus.png",
+    "three-strawberries.jpg",
+    "tall-rocket-above-turtle.png",
+    "owl-transparent.png",
+    "sign.jpg",
+    "sailboat.mp4",
+)
 
 
 def example_folder() -> Path:
@@ -24,7 +27,7 @@ def example_folder() -> Path:
     return Path(__file__).resolve().parents[2] / "examples"
 
 
-def chat_examples(folder: Path) -> list[dict[str, Any]]:
+def chat_examples(folder: Path) -> list[ExampleMessage]:
     """Examples as a chatbot takes them; empty when the folder is not there."""
     labels = folder / "labels.jsonl"
     if not labels.is_file():
@@ -32,11 +35,7 @@ def chat_examples(folder: Path) -> list[dict[str, Any]]:
     records = map(json.loads, labels.read_text(encoding="utf-8").splitlines())
     prompts = {record["file"]: record["prompt"] for record in records}
     return [
-        {
-            "text": prompts[name],
-            "display_text": f"{title}\n{prompts[name]}",
-            "files": [str(folder / name)],
-        }
-        for name, title in _TITLES.items()
+        {"text": prompts[name], "files": [str(folder / name)]}
+        for name in _SHOWN
         if name in prompts and (folder / name).is_file()
     ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from k3vl.types import Usage
-
 if TYPE_CHECKING:
     from k3vl.app.chat_demo.history import Answer
+    from k3vl.types import Usage
 
 _DASH = "&ndash;"
 

@@ -6,14 +6,19 @@ no telemetry, no public link, no endpoints for other programs, no fetches at run
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from k3vl.errors import ConfigError
 from k3vl.pipeline import Pipeline
+from k3vl.types import MediaPart, Message, SamplingParams, TextPart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import gradio as gr
@@ -49,20 +54,58 @@ class DemoSettings:
     auth: tuple[str, str] | None = None
 
 
-def run_demo(settings: DemoSettings) -> None:
+def parse_auth(text: str | None) -> tuple[str, str] | None:
+    """``NAME:PASSWORD`` to a pair.
+
+    Raises:
+        ConfigError: there is no colon, or nothing on one of its sides.
+    """
+    if text is None:
+        return None
+    name, _, password = text.partition(":")
+    if not (name and password):
+        raise ConfigError("auth must be NAME:PASSWORD")
+    return name, password
+
+
+def run_demo(settings: DemoSettings, *, say: Callable[[str], None]) -> None:
     """Load the model and serve until interrupted.
+
+    Args:
+        settings: what and where.
+        say: takes lines for the terminal.
 
     Raises:
         ConfigError: Gradio is not installed, or the model or the address cannot be used.
         WeightError: the checkpoint's tensors are not usable.
     """
     _require_gradio()
+    say(f"loading {settings.model} ...")
     with Pipeline.load(settings.model, device=settings.device) as pipeline:
+        warm_up(pipeline)
         page = open_demo(pipeline, settings)
+        say(f"k3vl demo: {page.local_url}")
+        if not is_loopback(settings.host) and settings.auth is None:
+            say(f"warning: {settings.host} is open to the network; --auth asks for a password")
         try:
             page.block_thread()
         finally:
-            page.close()
+            page.close(verbose=False)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; of names only localhost is believed."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def warm_up(pipeline: Pipeline) -> None:
+    """Answer once, so that the first visitor does not wait for what happens on first use."""
+    picture = MediaPart("image", Image.new("RGB", (56, 56), "white"))
+    message = Message(role="user", parts=(picture, TextPart("What is this?")))
+    pipeline.reply([message], sampling=SamplingParams(max_tokens=2))
 
 
 def open_demo(
@@ -79,8 +122,11 @@ def open_demo(
         ConfigError: the address cannot be used.
     """
     _require_gradio()
+    from starlette.middleware import Middleware
+
     from k3vl.app.chat_demo import look
     from k3vl.app.chat_demo.examples import example_folder
+    from k3vl.app.chat_demo.guard import UploadsOnly
     from k3vl.app.chat_demo.page import build_page
     from k3vl.app.chat_demo.session import Sessions
 
@@ -93,9 +139,11 @@ def open_demo(
             inbrowser=settings.open_browser,
             auth=settings.auth,
             prevent_thread_lock=True,
+            quiet=True,
             theme=look.theme(),
             css=look.CSS,
             head=look.HEAD,
+            app_kwargs={"middleware": [Middleware(UploadsOnly)]},
             **_locked(settings),
         )
     except OSError as exc:

@@ -7,7 +7,6 @@ is never asked for the history, so it cannot smuggle anything into it.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from k3vl.types import ChatOptions, SamplingParams
 from k3vl.xtml.messages import parse_tools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from k3vl.app.chat_demo.seen import Seen
     from k3vl.pipeline import Pipeline
@@ -35,29 +34,14 @@ _FILE_TYPES = [
 ]
 _MAX_GENERATED = 8192
 _CONCURRENCY = 16
-
-
-class LocalTextbox(gr.MultimodalTextbox):
-    """A text box with uploads that takes nothing but uploads.
-
-    Gradio would fetch a file that a request names by URL; this refuses before anything is fetched.
-    """
-
-    is_template = True  # for Gradio: the browser shows the parent's component
-
-    async def async_move_resource_to_block_cache(self, url_or_file_path: Any) -> str | None:
-        """See Gradio; called for every file of a request before the handler."""
-        if "://" in str(url_or_file_path):
-            raise gr.Error("Only uploaded files are taken.")
-        moved: str | None = await super().async_move_resource_to_block_cache(url_or_file_path)
-        return moved
+_CLEAN_UP = (3600, 86400)  # seconds: every hour, uploads older than a day are deleted
 
 
 class _View(NamedTuple):
     """What handlers write to; the order is that of their results."""
 
     chat: gr.Chatbot
-    box: LocalTextbox
+    box: gr.MultimodalTextbox
     figures: gr.HTML
     seen: gr.Gallery
     facts: gr.HTML
@@ -72,18 +56,22 @@ def build_page(pipeline: Pipeline, sessions: Sessions, examples: Path) -> gr.Blo
         examples: folder of example pictures; may be absent.
     """
     demo_model = pipeline.name == "demo"
-    with gr.Blocks(title="k3vl", analytics_enabled=False, fill_height=True) as page:
+    page: gr.Blocks = gr.Blocks(
+        title="k3vl", analytics_enabled=False, fill_height=True, delete_cache=_CLEAN_UP
+    )
+    with page:
         with gr.Sidebar(label="Settings", open=False, position="right", width=320):
             settings = _drawer(pipeline.defaults)
         with gr.Row(elem_id="k3-head"):
             gr.HTML(look.header(Path(pipeline.name).name), padding=False)
             fresh = gr.Button("New chat", size="sm", variant="secondary")
+            drawer = gr.Button("Settings", size="sm", variant="secondary")
             dark = gr.Button("Light / dark", size="sm", variant="secondary")
         with gr.Row(equal_height=False):
-            with gr.Column(scale=5, min_width=320):
+            with gr.Column(scale=5, min_width=320, elem_classes="k3-main"):
                 view_chat = _chatbot(look.intro(demo_model=demo_model), examples, demo_model)
                 box = _box()
-            with gr.Column(scale=2, min_width=300):
+            with gr.Column(scale=2, min_width=300, elem_classes="k3-side"):
                 gr.HTML(look.section("Figures of the last answer"), padding=False)
                 figures = gr.HTML(figures_html(None), padding=False, elem_id="k3-figures")
                 gr.HTML(look.section("What the model sees"), padding=False)
@@ -91,10 +79,9 @@ def build_page(pipeline: Pipeline, sessions: Sessions, examples: Path) -> gr.Blo
                 facts = gr.HTML(look.SEEN_EMPTY, padding=False, elem_id="k3-facts")
         view = _View(view_chat, box, figures, seen, facts)
         _wire(page, sessions, view, settings)
-        fresh.click(
-            _clearer(sessions), None, list(view), queue=False, api_visibility="private"
-        )
+        _at_once(fresh.click, _clearer(sessions), list(view))
         dark.click(None, None, None, js=look.TOGGLE_THEME)
+        drawer.click(None, None, None, js=look.TOGGLE_DRAWER)
     return page
 
 
@@ -105,7 +92,7 @@ def _chatbot(intro: str, folder: Path, demo_model: bool) -> gr.Chatbot:
     return gr.Chatbot(
         elem_id="k3-chat",
         show_label=False,
-        height="68dvh",
+        height=None,
         layout="bubble",
         editable="user",
         buttons=["copy"],
@@ -116,11 +103,11 @@ def _chatbot(intro: str, folder: Path, demo_model: bool) -> gr.Chatbot:
     )
 
 
-def _box() -> LocalTextbox:
-    return LocalTextbox(
+def _box() -> gr.MultimodalTextbox:
+    return gr.MultimodalTextbox(
         elem_id="k3-box",
         show_label=False,
-        placeholder="Ask about a picture or a clip; paste, drop or attach it",
+        placeholder="Ask about a picture or clip",
         file_count="multiple",
         file_types=_FILE_TYPES,
         sources=["upload"],
@@ -147,17 +134,15 @@ def _drawer(defaults: ChatOptions) -> list[gr.components.Component]:
     """The settings; their order is that of :func:`read_settings`."""
     sampling = SamplingParams()
     return [
-        gr.Checkbox(defaults.thinking, label="Think first", elem_id="k3-thinking"),
+        gr.Checkbox(defaults.thinking, label="Think first", elem_id="k3-thinking", container=False),
         gr.Dropdown(
             [("as the model is set", ""), *((word, word) for word in _EFFORTS)],
             value=defaults.thinking_effort or "",
             label="Thinking effort",
         ),
-        gr.Slider(0, 2, value=sampling.temperature, step=0.05, label="Temperature (0 is greedy)"),
+        gr.Slider(0, 2, value=sampling.temperature, step=0.05, label="Temperature"),
         gr.Slider(0.05, 1, value=sampling.top_p, step=0.05, label="Top-p"),
-        gr.Slider(
-            1, _MAX_GENERATED, value=sampling.max_tokens, step=1, label="At most this many tokens"
-        ),
+        gr.Slider(1, _MAX_GENERATED, value=sampling.max_tokens, step=1, label="Max tokens"),
         gr.Textbox("", label="Seed", placeholder="drawn anew", max_lines=1),
         gr.Textbox(
             "",
@@ -226,7 +211,7 @@ def _wire(
         (view.chat.edit, _editor(sessions), settings),
     ]
     for bind, handler, inputs in answering:
-        bind(
+        asked = bind(
             handler,
             inputs,
             list(view),
@@ -234,23 +219,21 @@ def _wire(
             concurrency_id="answers",
             show_progress="hidden",
             api_visibility="private",
-        ).then(
-            _settler(sessions),
-            None,
-            [view.chat, view.box],
-            queue=False,
-            show_progress="hidden",
-            api_visibility="private",
         )
-    private = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-    view.chat.undo(_undoer(sessions), None, list(view), **private)
-    view.chat.clear(_clearer(sessions), None, list(view), **private)
-    view.box.stop(_stopper(sessions), None, None, **private)
+        _at_once(asked.then, _settler(sessions), [view.chat, view.box])
+    _at_once(view.chat.undo, _undoer(sessions), list(view))
+    _at_once(view.chat.clear, _clearer(sessions), list(view))
+    _at_once(view.box.stop, _stopper(sessions), None)
 
     async def forget(request: gr.Request) -> None:
         sessions.drop(_key(request))
 
     page.unload(forget)
+
+
+def _at_once(bind: Callable[..., Any], handler: Callable[..., Any], outputs: Any) -> None:
+    """Bind what needs no model: it does not wait in the queue behind answers."""
+    bind(handler, None, outputs, queue=False, show_progress="hidden", api_visibility="private")
 
 
 def _sender(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
@@ -340,7 +323,7 @@ def _stopper(sessions: Sessions) -> Callable[..., Any]:
 
 def _settler(sessions: Sessions) -> Callable[..., Any]:
     async def settle(request: gr.Request) -> tuple[Any, ...]:
-        """After an answer, however it ended: the last rows, and a box that takes questions."""
+        # After an answer, however it ended: the last rows, and a box that takes questions.
         session = sessions.get(_key(request))
         if session.busy:
             return gr.skip(), gr.skip()
@@ -357,7 +340,7 @@ def _settler(sessions: Sessions) -> Callable[..., Any]:
 
 async def _show(session: Session, progress: AsyncIterator[None]) -> AsyncIterator[tuple[Any, ...]]:
     """Frames for as long as an answer is in the making."""
-    box: Any = LocalTextbox(value=None, submit_btn=False, stop_btn=True)
+    box: Any = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True)
     async for _ in progress:
         yield _frame(session, box=box)
         box = gr.skip()
@@ -384,8 +367,8 @@ def _facts_of(seen: tuple[Seen, ...]) -> str:
     return "".join(each.facts for each in seen)
 
 
-def _idle_box(**changes: Any) -> LocalTextbox:
-    return LocalTextbox(submit_btn=True, stop_btn=False, **changes)
+def _idle_box(**changes: Any) -> gr.MultimodalTextbox:
+    return gr.MultimodalTextbox(submit_btn=True, stop_btn=False, **changes)
 
 
 def _turn_of(session: Session, index: int | tuple[int, int]) -> int | None:

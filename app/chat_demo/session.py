@@ -125,6 +125,7 @@ class Session:
         )
         turn = Turn(text=text, attachments=(*files, *extra), answer=answer)
         self.turns = (*self.turns[:index], turn)
+        self._cached_items = self._items = 0
         self._loop = asyncio.get_running_loop()
         task = self._task = asyncio.create_task(self._answer(settings, answer))
         try:
@@ -184,7 +185,7 @@ class Session:
 
     async def _stream(self, settings: ChatSettings, answer: Answer) -> None:
         remembered = remember(self.turns)
-        self._count_cached({index for index in remembered.owners})
+        self._count_cached(set(remembered.owners))
         events = self._pipeline.stream(
             remembered.messages,
             tools=settings.tools,
