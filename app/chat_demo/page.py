@@ -7,6 +7,7 @@ is never asked for the history, so it cannot smuggle anything into it.
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator  # noqa: TC003 - Gradio evaluates handlers' annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from k3vl.types import ChatOptions, SamplingParams
 from k3vl.xtml.messages import parse_tools
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
     from k3vl.app.chat_demo.seen import Seen
     from k3vl.pipeline import Pipeline
