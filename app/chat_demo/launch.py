@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ def run_demo(settings: DemoSettings, *, say: Callable[[str], None]) -> None:
         WeightError: the checkpoint's tensors are not usable.
     """
     _require_gradio()
+    check_address(settings.host, settings.port)
     say(f"loading {settings.model} ...")
     with Pipeline.load(settings.model, device=settings.device) as pipeline:
         warm_up(pipeline)
@@ -91,6 +93,23 @@ def run_demo(settings: DemoSettings, *, say: Callable[[str], None]) -> None:
             page.block_thread()
         finally:
             page.close(verbose=False)
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Try an address before the model is loaded for it; any port where none is asked for.
+
+    Raises:
+        ConfigError: it is taken, or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port or 0, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as exc:
+        raise ConfigError(f"{host}:{port or 'any port'}: {exc.strerror}") from exc
 
 
 def is_loopback(host: str) -> bool:

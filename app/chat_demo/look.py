@@ -16,7 +16,7 @@ HEAD = '<meta name="color-scheme" content="light dark">'
 
 CSS = """
 .gradio-container { max-width: 1480px !important; margin: 0 auto !important;
-  padding: 0 !important; }
+  padding: 0 !important; width: 100%; }
 .gradio-container > .main { padding: 14px 24px 18px !important; }
 .gradio-container footer { display: none !important; }
 .gradio-container .html-container { padding: 0 !important; }

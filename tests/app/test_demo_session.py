@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
@@ -16,6 +16,9 @@ from k3vl.lm.engine import EngineConfig
 from k3vl.pipeline import Pipeline
 from k3vl.types import ChatOptions, SamplingParams
 from tests.app.chat_fakes import DIRECTORY, END, THOUGHT, scripted
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SETTINGS = ChatSettings(options=ChatOptions(thinking=False))
 
