@@ -96,6 +96,8 @@ def _chatbot(intro: str, folder: Path, demo_model: bool) -> gr.Chatbot:
         height=None,
         layout="bubble",
         editable="user",
+        # Grouped with a picture, a text cannot be edited: Gradio 6.31 fails on the picture.
+        group_consecutive_messages=False,
         buttons=["copy"],
         feedback_options=None,
         allow_tags=False,
