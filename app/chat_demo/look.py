@@ -52,6 +52,14 @@ CSS = """
 #k3-chat .bot.message { border-color: transparent; background: transparent; padding-left: 2px;
   box-shadow: none; }
 #k3-chat button[title="Share"] { display: none; }
+#k3-chat .message-wrap { gap: 8px; }
+#k3-chat .message-row { margin-top: 8px; margin-bottom: 0; }
+#k3-chat .message-buttons { margin: -2px 0 8px; }
+#k3-chat .message-buttons .icon-button-wrapper { border: 0; background: transparent;
+  box-shadow: none; opacity: .75; }
+#k3-chat .message-row:has(.thought-group) + .message-buttons,
+#k3-chat .user-row:has(.component) + .message-buttons { display: none; }
+#k3-chat .user-row:has(.component) .user.message { padding: 4px; }
 #k3-chat .thought-group { border-radius: 10px; border-left: 2px solid var(--k3-accent); }
 
 #k3-box { border-radius: 14px; }

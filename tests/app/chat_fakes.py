@@ -35,11 +35,13 @@ CALLS = "<|close|>response<|sep|><|open|>tools<|sep|>"
 class ScriptedBackend:
     """Sends the next script's tokens, ``delay`` seconds apart, until it is cancelled.
 
-    The last script is used again and again. ``running`` holds the requests that are being served.
+    The last script is used again and again; a word of ``by_word`` in the prompt chooses another.
+    ``running`` holds the requests that are being served.
     """
 
     scripts: list[str]
     delay: float = 0.0
+    by_word: dict[str, str] = field(default_factory=dict)
     prompts: list[Prompt] = field(default_factory=list)
     sampling: list[SamplingParams] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
@@ -56,6 +58,8 @@ class ScriptedBackend:
         self.prompts.append(prompt)
         self.sampling.append(sampling)
         script = self.scripts[min(number, len(self.scripts) - 1)]
+        asked = self.asked()
+        script = next((text for word, text in self.by_word.items() if word in asked), script)
         ids = TOKENIZER.encode_segment(script, allow_special=True)
         self.running.add(number)
         threading.Thread(target=self._send, args=(number, ids, sink), daemon=True).start()
@@ -88,14 +92,14 @@ class ScriptedBackend:
         return b"".join(map(TOKENIZER.token_bytes, ids)).decode()
 
 
-def scripted(*scripts: str, delay: float = 0.0, thinking: bool = False) -> Pipeline:
+def scripted(*scripts: str, delay: float = 0.0, by_word: dict[str, str] | None = None) -> Pipeline:
     config = load_config(DIRECTORY)
     return Pipeline(
         processor=MediaProcessor(load_media_config(DIRECTORY)),
         tokenizer=TOKENIZER,
-        backend=ScriptedBackend(list(scripts), delay),
+        backend=ScriptedBackend(list(scripts), delay, by_word or {}),
         media_pad_id=config.media_placeholder_token_id,
-        defaults=ChatOptions(thinking=thinking),
+        defaults=ChatOptions(thinking=False),
         name="scripted",
         encoder_cache=EncoderCache(2**20),
     )

@@ -29,7 +29,8 @@ class Site:
     process: subprocess.Popen[str]
 
     def state(self) -> dict[str, Any]:
-        """``running``: requests in the engine; ``asked``: the last prompt's text (scripts only)."""
+        """``running``: requests in the engine; ``count``, ``asked``: prompts and the
+        last one's text (scripts only)."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -39,8 +40,12 @@ class Site:
 
 
 @contextmanager
-def serve(*scripts: str, delay: float = 0.0, **settings: Any) -> Iterator[Site]:
-    plan = json.dumps({"scripts": scripts, "delay": delay, "settings": settings})
+def serve(
+    *scripts: str, delay: float = 0.0, by_word: dict[str, str] | None = None, **settings: Any
+) -> Iterator[Site]:
+    plan = json.dumps(
+        {"scripts": scripts, "delay": delay, "by_word": by_word, "settings": settings}
+    )
     with subprocess.Popen(
         [sys.executable, "-m", "tests.app.chat_server", plan],
         stdin=subprocess.PIPE,
@@ -65,7 +70,10 @@ def main(plan: dict[str, Any], commands: IO[str]) -> None:
     from tests.app.chat_fakes import scripted
 
     scripts = plan["scripts"]
-    pipeline = scripted(*scripts, delay=plan["delay"]) if scripts else Pipeline.load()
+    if scripts:
+        pipeline = scripted(*scripts, delay=plan["delay"], by_word=plan["by_word"])
+    else:
+        pipeline = Pipeline.load()
     page = open_demo(pipeline, DemoSettings(**plan["settings"]))
     sys.stdout.write(f"{page.local_url}\n")
     sys.stdout.flush()
@@ -73,6 +81,7 @@ def main(plan: dict[str, Any], commands: IO[str]) -> None:
         if scripts:
             state = {
                 "running": sorted(pipeline.backend.running),
+                "count": len(pipeline.backend.prompts),
                 "asked": pipeline.backend.asked() if pipeline.backend.prompts else "",
             }
         else:

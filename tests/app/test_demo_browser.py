@@ -38,7 +38,6 @@ FLAGS = (
     *("--no-sandbox", "--disable-quic", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run", "--disable-gpu"),
 )
-LONG = "word " * 600 + END
 CALL = (
     '<|open|>call tool="look_up" index="1"<|sep|>'
     '<|open|>argument key="word" type="string"<|sep|>cat<|close|>argument<|sep|>'
@@ -63,9 +62,10 @@ def demo_site() -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def slow_site() -> Iterator[Site]:
-    """An answer of 600 words, twenty a second, again and again."""
-    with serve(LONG, delay=0.05) as site:
+def scripted_site() -> Iterator[Site]:
+    """Answers ``Red.``; to a greeting 1500 words, fifty a second; to a puzzle with a tool call."""
+    by_word = {"Hello": "word " * 1500 + END, "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS}
+    with serve("Red." + END, delay=0.02, by_word=by_word) as site:
         yield site
 
 
@@ -173,62 +173,70 @@ def test_an_example_on_a_phone_in_the_dark(demo_site: Site, visit: Callable[...,
     assert not page.evaluate("document.body.classList.contains('dark')")
 
 
-def test_stop_ends_the_generation(slow_site: Site, visit: Callable[..., Page]) -> None:
-    page = visit(slow_site)
+def test_stop_ends_the_generation(scripted_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(scripted_site)
     ask(page, "Hello")
     words = page.locator("#k3-chat .bot.message").last
     sync_api.expect(words).to_contain_text("word word")
-    assert slow_site.state()["running"]
+    assert scripted_site.state()["running"]
     sync_api.expect(page.locator("#k3-figures")).to_contain_text("~")
     page.locator("#k3-box .stop-button").click()
     answer(page, "Stopped.")
-    assert wait_idle(slow_site)["running"] == []
+    assert wait_idle(scripted_site)["running"] == []
     assert "word word" in (page.locator("#k3-chat .bot.message").first.text_content() or "")
     page.get_by_role("button", name="New chat").click()
     sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
 
 
-def test_a_closed_tab_ends_the_generation(slow_site: Site, visit: Callable[..., Page]) -> None:
-    page = visit(slow_site)
+def test_a_closed_tab_ends_the_generation(scripted_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(scripted_site)
     ask(page, "Hello")
     sync_api.expect(page.locator("#k3-chat .bot.message").last).to_contain_text("word word")
-    assert slow_site.state()["running"]
+    assert scripted_site.state()["running"]
     page.close(run_before_unload=False)
-    assert wait_idle(slow_site)["running"] == []
+    assert wait_idle(scripted_site)["running"] == []
 
 
-def test_retry_edit_and_undo_keep_the_files(visit: Callable[..., Page], tmp_path: Path) -> None:
+def test_retry_edit_and_undo_keep_the_files(
+    scripted_site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
     Image.new("RGB", (56, 28), "red").save(tmp_path / "red.png")
-    with serve(*(f"{word}.{END}" for word in ("One", "Two", "Three"))) as site:
-        page = visit(site)
-        attach(page, tmp_path / "red.png")
-        ask(page, "What?")
-        answer(page, "One.")
-        page.get_by_role("button", name="Retry").click()
-        answer(page, "Two.")
-        assert "<|media_begin|>" in site.state()["asked"]
-        page.get_by_role("button", name="Edit").click()
-        page.locator("#k3-chat textarea").fill("Which colour?")
-        page.get_by_role("button", name="Submit").first.click()
-        answer(page, "Three.")
-        assert "<|media_begin|>" in site.state()["asked"]
-        assert "Which colour?" in site.state()["asked"]
-        page.get_by_role("button", name="Undo").click()
-        sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
-        assert page.input_value("#k3-box textarea") == "Which colour?"
-        page.locator("#k3-box .submit-button").click()
-        answer(page, "Three.")
-        assert "<|media_begin|>" in site.state()["asked"]
+    page = visit(scripted_site)
+    before = scripted_site.state()["count"]
+
+    def asked(times: int, text: str) -> None:
+        deadline = time.monotonic() + 10
+        while scripted_site.state()["count"] < before + times and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answer(page, "Red.")
+        state = scripted_site.state()
+        assert state["count"] == before + times
+        assert state["asked"].count("<|media_begin|>") == 1
+        assert text in state["asked"]
+
+    attach(page, tmp_path / "red.png")
+    ask(page, "Which one?")
+    asked(1, "Which one?")
+    page.get_by_role("button", name="Retry").click()
+    asked(2, "Which one?")
+    page.get_by_role("button", name="Edit").click()
+    page.locator("#k3-chat textarea").fill("Which colour?")
+    page.locator("#k3-chat").get_by_role("button", name="Submit").click()
+    asked(3, "Which colour?")
+    page.get_by_role("button", name="Undo").click()
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
+    assert page.input_value("#k3-box textarea") == "Which colour?"
+    page.locator("#k3-box .submit-button").click()
+    asked(4, "Which colour?")
 
 
-def test_tool_calls_are_cards(visit: Callable[..., Page]) -> None:
-    with serve("Let me look." + CALLS + CALL + AFTER_CALLS) as site:
-        page = visit(site)
-        page.get_by_role("button", name="Settings").click()
-        page.get_by_label("Tools (JSON)").fill(TOOLS)
-        page.get_by_role("button", name="Toggle Sidebar").click()
-        ask(page, "What is a cat?")
-        card = page.locator("#k3-chat .thought-group")
-        sync_api.expect(card).to_contain_text("Tool call: look_up")
-        sync_api.expect(card).to_contain_text('"word": "cat"')
-        assert "look_up" in site.state()["asked"]
+def test_tool_calls_are_cards(scripted_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(scripted_site)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Tools (JSON)").fill(TOOLS)
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    ask(page, "Puzzle: what is a cat?")
+    card = page.locator("#k3-chat .thought-group")
+    sync_api.expect(card).to_contain_text("Tool call: look_up")
+    sync_api.expect(card).to_contain_text('"word": "cat"')
+    assert "look_up" in scripted_site.state()["asked"]
