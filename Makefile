@@ -17,8 +17,8 @@ export OMP_NUM_THREADS ?= 1
 caption: $(BASE)  ## caption the pictures and the clip in examples/
 	$(BIN)/k3vl caption examples
 
-test: check  ## everything that must hold before a commit
-	$(BIN)/pytest -n auto
+test: check  ## everything that must hold before a commit; the browser tests want `apt-get install chromium`
+	$(BIN)/pytest -n auto --dist loadgroup
 
 check: $(DEV)
 	$(BIN)/ruff check .

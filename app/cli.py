@@ -84,6 +84,47 @@ def caption(**values: Any) -> None:
         sys.exit(EXIT_ITEM_ERRORS)
 
 
+@cli.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Default: the first free from 7860.")
+@click.option("--max-file-mb", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--auth",
+    envvar="K3VL_DEMO_AUTH",
+    metavar="NAME:PASSWORD",
+    help="Ask visitors for these; better given as K3VL_DEMO_AUTH.",
+)
+@click.option("--open", "open_browser", is_flag=True, help="Open a browser tab.")
+@model_option
+@device_option
+def demo(
+    host: str,
+    port: int | None,
+    max_file_mb: int,
+    auth: str | None,
+    open_browser: bool,
+    model: str,
+    device: Device,
+) -> None:
+    """Chat with the model in the browser.
+
+    Pictures and clips are pasted, dropped or attached. Listens on this machine only, unless --host
+    says otherwise.
+    """
+    from k3vl.app.chat_demo.launch import DemoSettings, parse_auth, run_demo
+
+    settings = DemoSettings(
+        model=model,
+        device=device,
+        host=host,
+        port=port,
+        max_file_mb=max_file_mb,
+        open_browser=open_browser,
+        auth=parse_auth(auth),
+    )
+    run_demo(settings, say=click.echo)
+
+
 @cli.group()
 def inspect() -> None:
     """Look inside: the chat format, the media rules, a checkpoint. JSON Lines in and out."""

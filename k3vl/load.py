@@ -92,6 +92,7 @@ def load_pipeline(
         media_pad_id=config.media_placeholder_token_id,
         defaults=defaults,
         name=str(checkpoint),
+        encoder_cache=cache,
     )
 
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from k3vl.lm.backend import Backend, Token
     from k3vl.lm.stats import EngineStats
     from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
+    from k3vl.vision.cache import EncoderCache
     from k3vl.vision.processor import MediaProcessor
     from k3vl.xtml.tokenizer import Tokenizer
 
@@ -124,6 +125,7 @@ class Pipeline:
         media_pad_id: int,
         defaults: ChatOptions,
         name: str,
+        encoder_cache: EncoderCache | None = None,
     ) -> None:
         """Join the three worlds.
 
@@ -134,6 +136,7 @@ class Pipeline:
             media_pad_id: ``media_placeholder_token_id`` of config.json.
             defaults: chat options of requests that bring none.
             name: how the model is called in results.
+            encoder_cache: where the backend keeps media features, for whoever wants to look.
         """
         self.processor = processor
         self.tokenizer = tokenizer
@@ -141,6 +144,7 @@ class Pipeline:
         self.media_pad_id = media_pad_id
         self.defaults = defaults
         self.name = name
+        self.encoder_cache = encoder_cache
 
     @classmethod
     def load(cls, checkpoint: str | Path = "demo", **settings: Any) -> Self:

@@ -1,0 +1,242 @@
+"""The demo in a real browser: Debian's chromium, driven by playwright.
+
+Skipped where no Chromium is installed: ``apt-get install chromium`` (or ``chromium-browser``).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from tests.app.chat_fakes import AFTER_CALLS, CALLS, END
+from tests.app.chat_server import Site, serve
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+sync_api = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("gradio")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from playwright.sync_api import Browser, Page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
+    pytest.mark.xdist_group("browser"),
+]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FLAGS = (
+    *("--no-sandbox", "--disable-quic", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run", "--disable-gpu"),
+)
+CALL = (
+    '<|open|>call tool="look_up" index="1"<|sep|>'
+    '<|open|>argument key="word" type="string"<|sep|>cat<|close|>argument<|sep|>'
+    "<|close|>call<|sep|>"
+)
+TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def demo_site() -> Iterator[Site]:
+    """The demo checkpoint."""
+    with serve() as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def scripted_site() -> Iterator[Site]:
+    """Answers ``Red.``; to a greeting 1500 words, fifty a second; to a puzzle with a tool call."""
+    by_word = {"Hello": "word " * 1500 + END, "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS}
+    with serve("Red." + END, delay=0.02, by_word=by_word) as site:
+        yield site
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Open a tab; at the end it must not have asked any other host for anything."""
+    contexts, strangers = [], []
+
+    def note(request: Any) -> None:
+        if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
+            strangers.append(request.url)
+
+    def open_tab(site: Site, **options: Any) -> Page:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        context.set_default_timeout(20_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", note)
+        page.goto(site.url)
+        page.wait_for_selector("#k3-box textarea")
+        return page
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+    assert strangers == []
+
+
+def attach(page: Page, *paths: Path) -> None:
+    page.set_input_files("#k3-box input[type=file]", list(paths))
+    page.wait_for_selector("#k3-box .thumbnails, #k3-box .thumbnail-item")
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#k3-box textarea", text)
+    page.locator("#k3-box .submit-button").click()
+
+
+def answer(page: Page, text: str | re.Pattern[str]) -> None:
+    """Wait until the last answer says so, and the box takes questions again."""
+    sync_api.expect(page.locator("#k3-chat .bot.message").last).to_contain_text(text)
+    page.wait_for_selector("#k3-box .submit-button")
+
+
+def wait_idle(site: Site) -> dict[str, Any]:
+    deadline = time.monotonic() + 10
+    while (state := site.state())["running"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return state
+
+
+def test_a_picture_thinking_a_clip_and_a_bad_file(
+    demo_site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    page = visit(demo_site)
+    attach(page, EXAMPLES / "fox-kite-bus.png")
+    page.get_by_role("button", name="Settings").click()
+    page.locator("#k3-thinking input").check()
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    ask(page, "Describe the image.")
+    answer(page, "A fox, a kite and a bus.")
+    thought = page.locator("#k3-chat .thought-group")
+    sync_api.expect(thought).to_contain_text(re.compile(r"Thought\s*\(\d"))
+    thought.locator(".title").click()
+    sync_api.expect(page.locator("#k3-chat")).to_contain_text("Left to right: fox, kite, bus.")
+    sync_api.expect(page.locator("#k3-facts")).to_contain_text("448 \u00d7 336 px")
+    sync_api.expect(page.locator("#k3-figures")).to_contain_text("226")
+    assert page.locator("#k3-seen img").count() == 1
+
+    attach(page, EXAMPLES / "sailboat.mp4")
+    ask(page, "What happens in the video?")
+    answer(page, "A sailboat moves from left to right.")
+    assert page.locator("#k3-chat video").count() == 1
+    assert page.locator("#k3-seen img").count() == 4
+    sync_api.expect(page.locator("#k3-seen")).to_contain_text("0:01.250 frame 3")
+    sync_api.expect(page.locator("#k3-figures")).to_contain_text("1 of 2")
+
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"<html>no</html>")
+    attach(page, bad)
+    ask(page, "And this?")
+    answer(page, "bad.png was left out")
+    assert page.input_value("#k3-box textarea") == "And this?", "the question is not lost"
+    attach(page, EXAMPLES / "owl-transparent.png")
+    ask(page, "What is this?")
+    answer(page, "An owl.")
+
+
+def test_an_example_on_a_phone_in_the_dark(demo_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(
+        demo_site,
+        viewport={"width": 390, "height": 844},
+        is_mobile=True,
+        has_touch=True,
+        color_scheme="dark",
+    )
+    assert page.evaluate("document.body.classList.contains('dark')")
+    box = page.locator("#k3-box").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] <= 844, "the box is in reach without scrolling"
+    page.locator("#k3-chat .example").nth(1).tap()
+    answer(page, "Three.")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_role("button", name="Light / dark").tap()
+    assert not page.evaluate("document.body.classList.contains('dark')")
+
+
+def test_stop_ends_the_generation(scripted_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(scripted_site)
+    ask(page, "Hello")
+    words = page.locator("#k3-chat .bot.message").last
+    sync_api.expect(words).to_contain_text("word word")
+    assert scripted_site.state()["running"]
+    sync_api.expect(page.locator("#k3-figures")).to_contain_text("~")
+    page.locator("#k3-box .stop-button").click()
+    answer(page, "Stopped.")
+    assert wait_idle(scripted_site)["running"] == []
+    assert "word word" in (page.locator("#k3-chat .bot.message").first.text_content() or "")
+    page.get_by_role("button", name="New chat").click()
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
+
+
+def test_a_closed_tab_ends_the_generation(scripted_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(scripted_site)
+    ask(page, "Hello")
+    sync_api.expect(page.locator("#k3-chat .bot.message").last).to_contain_text("word word")
+    assert scripted_site.state()["running"]
+    page.close(run_before_unload=False)
+    assert wait_idle(scripted_site)["running"] == []
+
+
+def test_retry_edit_and_undo_keep_the_files(
+    scripted_site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    Image.new("RGB", (56, 28), "red").save(tmp_path / "red.png")
+    page = visit(scripted_site)
+    before = scripted_site.state()["count"]
+
+    def asked(times: int, text: str) -> None:
+        deadline = time.monotonic() + 10
+        while scripted_site.state()["count"] < before + times and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answer(page, "Red.")
+        state = scripted_site.state()
+        assert state["count"] == before + times
+        assert state["asked"].count("<|media_begin|>") == 1
+        assert text in state["asked"]
+
+    attach(page, tmp_path / "red.png")
+    ask(page, "Which one?")
+    asked(1, "Which one?")
+    page.get_by_role("button", name="Retry").click()
+    asked(2, "Which one?")
+    page.get_by_role("button", name="Edit").click()
+    page.locator("#k3-chat textarea").fill("Which colour?")
+    page.locator("#k3-chat").get_by_role("button", name="Submit").click()
+    asked(3, "Which colour?")
+    page.get_by_role("button", name="Undo").click()
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
+    assert page.input_value("#k3-box textarea") == "Which colour?"
+    page.locator("#k3-box .submit-button").click()
+    asked(4, "Which colour?")
+
+
+def test_tool_calls_are_cards(scripted_site: Site, visit: Callable[..., Page]) -> None:
+    page = visit(scripted_site)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Tools (JSON)").fill(TOOLS)
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    ask(page, "Puzzle: what is a cat?")
+    card = page.locator("#k3-chat .thought-group")
+    sync_api.expect(card).to_contain_text("Tool call: look_up")
+    sync_api.expect(card).to_contain_text('"word": "cat"')
+    assert "look_up" in scripted_site.state()["asked"]
