@@ -205,22 +205,26 @@ class Pipeline:
             sampling=sampling or SamplingParams(),
         )
 
-    def prepare(
-        self, request: Request, *, media: Sequence[ProcessedMedia] | None = None
-    ) -> Prepared:
+    def prepare(self, request: Request) -> Prepared:
         """Steps 1 to 3: from messages to token ids and media spans.
-
-        Args:
-            request: what is asked.
-            media: what step 1 makes of the request's media parts, where a caller has it already.
 
         Raises:
             MediaError: a media part cannot be used; ``param`` says which.
             TemplateError: the chat format cannot express the conversation.
         """
-        if media is None:
-            media = [self._process(where, part) for where, part in media_parts(request.messages)]
-        media = tuple(media)
+        media = [self._process(where, part) for where, part in media_parts(request.messages)]
+        return self.assemble(request, media)
+
+    def assemble(self, request: Request, media: Sequence[ProcessedMedia]) -> Prepared:
+        """Steps 2 and 3, for media that were processed elsewhere.
+
+        Args:
+            request: what is asked.
+            media: one for each of ``xtml.render.media_parts(request.messages)``, in that order.
+
+        Raises:
+            TemplateError: the chat format cannot express the conversation.
+        """
         layouts = [item.layout for item in media]
         segments = render(
             request.messages, tools=request.tools, options=request.options, media=layouts
@@ -234,7 +238,7 @@ class Pipeline:
         return Prepared(
             request=request,
             prompt=Prompt(token_ids, spans, self._message_ends(token_ids)),
-            media=media,
+            media=tuple(media),
             usage=Usage(
                 prompt_tokens=len(token_ids) - _num_uncounted(request),
                 image_tokens=_count_tokens(media, "image"),

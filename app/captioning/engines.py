@@ -61,7 +61,7 @@ class LocalEngine:
         part = MediaPart(loaded.media.layout.kind, loaded.fetched.data)
         message = Message(role="user", parts=(part, TextPart(ask.text)))
         request = self._pipeline.request([message], sampling=ask.sampling)
-        prepared = self._pipeline.prepare(request, media=[loaded.media])
+        prepared = self._pipeline.assemble(request, [loaded.media])
         try:
             reply = self._pipeline.complete(prepared, seconds=seconds)
         except CapacityError as exc:
