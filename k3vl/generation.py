@@ -9,12 +9,13 @@ from k3vl.errors import K3VLError
 from k3vl.types import Content, Finish, Reasoning
 from k3vl.xtml.parser import StreamParser
 from k3vl.xtml.tokenizer import Detokenizer
+from k3vl.xtml.tokens import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from k3vl.lm.backend import Token
-    from k3vl.types import Event, Request, Usage
+    from k3vl.types import Event, Request, TokenLogprob, Usage
     from k3vl.xtml.tokenizer import Tokenizer
 
 
@@ -69,11 +70,14 @@ class Generation:
         self._parser = StreamParser(
             thinking=self._thinking, tool_choice=request.options.tool_choice
         )
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.sampling.stop)
         self._usage = usage
         self._completion = 0
         self._reasoning = 0
+        self._in_header = False
+        self._logprobs: list[TokenLogprob] = []
 
     def feed(self, item: Token | K3VLError) -> list[Event]:
         """Take what the backend delivered.
@@ -88,12 +92,32 @@ class Generation:
         if item.id is not None:
             self._completion += 1
             self._reasoning += self._thinking
+            self._note(item)
             events = self._through_stops(self._parser.feed(self._detokenizer.feed(item.id)))
         if item.finish is not None and not self.done:
             events += self._through_stops(self._parser.feed(self._detokenizer.flush()))
         if item.finish is not None and not self.done:
             events += self._finish(item.finish)
         return events
+
+    def _note(self, item: Token) -> None:
+        """Keep the log-probabilities of text; those of markers and tag names are nobody's."""
+        text = "" if item.id is None else self._control_name(item.id)
+        if text:
+            self._in_header = text in (OPEN, CLOSE)
+            self._logprobs.clear()
+        elif item.logprobs is not None and not self._in_header:
+            self._logprobs.append(item.logprobs)
+
+    def _control_name(self, token_id: int) -> str:
+        """A control token's marker, or nothing."""
+        is_control = self._tokenizer.is_control(token_id)
+        return self._tokenizer.token_bytes(token_id).decode() if is_control else ""
+
+    def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        taken = tuple(self._logprobs)
+        self._logprobs.clear()
+        return taken
 
     def _through_stops(self, events: Iterable[Event]) -> list[Event]:
         """Pass events on until a stop string ends the content."""
@@ -103,17 +127,18 @@ class Generation:
             if not isinstance(event, Content):
                 passed += self._held_content() if not isinstance(event, Reasoning) else []
                 passed.append(event)
+                self._logprobs.clear()
                 continue
             text, stopped = self._stops.feed(event.text)
             if text or event.replaces_reasoning:
-                passed.append(replace(event, text=text))
+                passed.append(replace(event, text=text, logprobs=self._take_logprobs()))
             if stopped:
                 return passed + self._finish("stop")
         return passed
 
     def _held_content(self) -> list[Event]:
         held = self._stops.flush()
-        return [Content(held)] if held else []
+        return [Content(held, logprobs=self._take_logprobs())] if held else []
 
     def _finish(self, reason: str) -> list[Event]:
         """The parser's last events, with the counts on the very last."""

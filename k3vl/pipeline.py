@@ -16,6 +16,7 @@ events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
+from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import K3VLError, MediaError
 from k3vl.generation import Generation
 from k3vl.types import (
@@ -43,9 +45,18 @@ from k3vl.xtml.render import media_parts, render
 from k3vl.xtml.tokenizer import encode, media_spans
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Callable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from pathlib import Path
 
+    from k3vl.constrain import Constraint
     from k3vl.lm.backend import Backend, Token
     from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
     from k3vl.vision.processor import MediaProcessor
@@ -63,12 +74,14 @@ class Prepared:
         prompt: token ids and media spans.
         media: one per media part, in the order of the prompt.
         usage: the prompt's share of the counts.
+        constraint: the form that the answer must have, if any.
     """
 
     request: Request
     prompt: Prompt
     media: tuple[ProcessedMedia, ...]
     usage: Usage
+    constraint: Constraint | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -138,6 +151,7 @@ class Pipeline:
         self.media_pad_id = media_pad_id
         self.defaults = defaults
         self.name = name
+        self.constraints = ConstraintCompiler(tokenizer)
 
     @classmethod
     def load(cls, checkpoint: str | Path = "demo", **settings: Any) -> Self:
@@ -200,7 +214,20 @@ class Pipeline:
             MediaError: a media part cannot be used; ``param`` says which.
             TemplateError: the chat format cannot express the conversation.
         """
-        media = tuple(self._process(where, part) for where, part in media_parts(request.messages))
+        media = [self._process(where, part) for where, part in media_parts(request.messages)]
+        return self.assemble(request, media)
+
+    def assemble(self, request: Request, media: Sequence[ProcessedMedia]) -> Prepared:
+        """Steps 2 and 3, for media that were processed elsewhere.
+
+        Args:
+            request: what is asked.
+            media: one for each of ``xtml.render.media_parts(request.messages)``, in that order.
+
+        Raises:
+            TemplateError: the chat format cannot express the conversation.
+            RequestError: the asked form of the answer cannot be enforced.
+        """
         layouts = [item.layout for item in media]
         segments = render(
             request.messages, tools=request.tools, options=request.options, media=layouts
@@ -214,7 +241,8 @@ class Pipeline:
         return Prepared(
             request=request,
             prompt=Prompt(token_ids, spans),
-            media=media,
+            media=tuple(media),
+            constraint=self.constraints.compile(request),
             usage=Usage(
                 prompt_tokens=len(token_ids) - _num_uncounted(request),
                 image_tokens=_count_tokens(media, "image"),
@@ -246,18 +274,35 @@ class Pipeline:
         """
         request = self._as_request(messages, tools, options, sampling)
         prepared = await asyncio.to_thread(self.prepare, request)
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Token | K3VLError] = asyncio.Queue()
-
-        def sink(item: Token | K3VLError) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(inbox.put_nowait, item)
-
-        generation, request_id = self._begin(prepared, sink)
-        try:
-            while not generation.done:
-                for event in generation.feed(await inbox.get()):
+        async with contextlib.aclosing(self.answer(prepared)) as batches:
+            async for events in batches:
+                for event in events:
                     yield event
+
+    async def answer(self, prepared: Prepared, index: int = 0) -> AsyncGenerator[list[Event]]:
+        """Steps 4 to 6 for a prepared request: lists of what has come up since the last.
+
+        Closing the iterator cancels the generation.
+
+        Args:
+            prepared: may be answered any number of times; its media are encoded once as long as the
+                encoder cache holds them.
+            index: which of several answers this is; moves the seed.
+
+        Raises:
+            K3VLError: whatever went wrong, at the point where it did.
+        """
+        inbox = _Inbox(asyncio.get_running_loop())
+        generation, request_id = self._begin(prepared, inbox.put, index)
+        try:
+            async for items in inbox:
+                events, error = _feed(generation, items)
+                if events:
+                    yield events
+                if error is not None:
+                    raise error
+                if generation.done:
+                    return
         finally:
             self.backend.cancel(request_id)
 
@@ -346,11 +391,15 @@ class Pipeline:
         return messages
 
     def _begin(
-        self, prepared: Prepared, sink: Callable[[Token | K3VLError], None]
+        self, prepared: Prepared, sink: Callable[[Token | K3VLError], None], index: int = 0
     ) -> tuple[Generation, int]:
         """Step 4: hand the prompt to the backend; steps 5 and 6 wait in the generation."""
         generation = Generation(self.tokenizer, prepared.request, prepared.usage)
         sampling = prepared.request.sampling
+        if prepared.constraint is not None:
+            sampling = replace(sampling, logit_mask=prepared.constraint.mask())
+        if index and sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + index)
         return generation, self.backend.submit(prepared.prompt, sampling, sink)
 
     def _events(self, prepared: Prepared) -> Iterator[Event]:
@@ -361,6 +410,47 @@ class Pipeline:
                 yield from generation.feed(inbox.get())
         finally:
             self.backend.cancel(request_id)
+
+
+class _Inbox:
+    """Carries items from the backend's thread to an event loop, many with one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[Token | K3VLError] = deque()
+        self._filled = asyncio.Event()
+        self._is_waking = False
+
+    def put(self, item: Token | K3VLError) -> None:
+        """Add an item; safe on any thread."""
+        self._items.append(item)
+        if not self._is_waking:
+            self._is_waking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def __aiter__(self) -> AsyncIterator[list[Token | K3VLError]]:
+        """All items that are there, then those that have come since."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            self._is_waking = False  # before the items are taken: a later one wakes again
+            yield [self._items.popleft() for _ in range(len(self._items))]
+
+
+def _feed(
+    generation: Generation, items: Iterable[Token | K3VLError]
+) -> tuple[list[Event], K3VLError | None]:
+    """Feed items until the generation is done; its events, and the error that ended it."""
+    events: list[Event] = []
+    for item in items:
+        if generation.done:
+            break
+        try:
+            events += generation.feed(item)
+        except K3VLError as exc:
+            return events, exc
+    return events, None
 
 
 def _num_uncounted(request: Request) -> int:

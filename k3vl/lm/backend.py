@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.errors import K3VLError
-    from k3vl.types import EncoderItem, Prompt, SamplingParams
+    from k3vl.types import EncoderItem, Prompt, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,12 @@ class Token:
     Attributes:
         id: token id; None when generation ended without another token.
         finish: set on the last: ``stop`` (a stop id, which is ``id``) or ``length``.
+        logprobs: where the request asked for them.
     """
 
     id: int | None
     finish: Literal["stop", "length"] | None = None
+    logprobs: TokenLogprob | None = None
 
 
 class Encoder(Protocol):

@@ -245,14 +245,15 @@ class Engine:
         sequence = job.sequence
         sequence.num_generated += 1
         job.token_ids.append(token_id)
+        logprobs = job.sampler.logprobs
         if token_id in job.stop_ids:
             self._end(job)
-            job.sink(Token(id=token_id, finish="stop"))
+            job.sink(Token(id=token_id, finish="stop", logprobs=logprobs))
         elif sequence.num_generated == sequence.max_new:
             self._end(job)
-            job.sink(Token(id=token_id, finish="length"))
+            job.sink(Token(id=token_id, finish="length", logprobs=logprobs))
         else:
-            job.sink(Token(id=token_id))
+            job.sink(Token(id=token_id, logprobs=logprobs))
 
     def _fail(self, job: Job, error: K3VLError) -> None:
         self._end(job)
