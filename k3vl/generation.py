@@ -1,7 +1,14 @@
-"""One answer in the making: token ids in, events out, with stop strings and token counts."""
+"""One answer in the making: token ids in, events out, with stop strings and token counts.
+
+:class:`Generation` is the whole of it, without threads or loops; :class:`Answer` brings it to an
+event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +19,7 @@ from k3vl.xtml.tokenizer import Detokenizer
 from k3vl.xtml.tokens import CLOSE, OPEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from k3vl.lm.backend import Token
     from k3vl.types import Event, Request, TokenLogprob, Usage
@@ -157,3 +164,66 @@ class Generation:
                 event = replace(event, text=text)
             events.append(event)
         return events
+
+
+class Inbox:
+    """Carries items from the backend's thread to an event loop, many with one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nothing is there yet."""
+        self._loop = loop
+        self._items: deque[Token | K3VLError] = deque()
+        self._filled = asyncio.Event()
+        self._is_waking = False
+
+    def put(self, item: Token | K3VLError) -> None:
+        """Add an item; safe on any thread."""
+        self._items.append(item)
+        if not self._is_waking:
+            self._is_waking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def take(self) -> list[Token | K3VLError]:
+        """Wait for items; all that are there (none after a wake-up that came late)."""
+        await self._filled.wait()
+        self._filled.clear()
+        self._is_waking = False  # before the items are taken: a later one wakes again
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
+class Answer:
+    """A generation on an event loop: an asynchronous iterator over lists of events.
+
+    Raises:
+        K3VLError: while iterating, whatever went wrong, behind the events before it.
+    """
+
+    def __init__(self, generation: Generation, inbox: Inbox, cancel: Callable[[], None]) -> None:
+        """Join what :meth:`k3vl.pipeline.Pipeline.answer` has started."""
+        self._generation, self._inbox, self._cancel = generation, inbox, cancel
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        """Lists of the events that have come up since the last."""
+        while not self._generation.done:
+            events, error = self._feed(await self._inbox.take())
+            if events:
+                yield events
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Cancel the generation, unless it has ended."""
+        self._cancel()
+
+    def _feed(self, items: Iterable[Token | K3VLError]) -> tuple[list[Event], K3VLError | None]:
+        """The events of some items, and the error that came behind them."""
+        events: list[Event] = []
+        for item in items:
+            if self._generation.done:
+                break
+            try:
+                events += self._generation.feed(item)
+            except K3VLError as exc:
+                return events, exc
+        return events, None

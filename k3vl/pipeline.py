@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import K3VLError, MediaError
-from k3vl.generation import Generation
+from k3vl.generation import Answer, Generation, Inbox
 from k3vl.types import (
     ChatOptions,
     Finish,
+    Gauges,
     MediaPart,
     MediaSpan,
     Message,
@@ -46,7 +47,6 @@ from k3vl.xtml.tokenizer import encode, media_spans
 
 if TYPE_CHECKING:
     from collections.abc import (
-        AsyncGenerator,
         AsyncIterator,
         Callable,
         Iterable,
@@ -134,6 +134,8 @@ class Pipeline:
         media_pad_id: int,
         defaults: ChatOptions,
         name: str,
+        context_length: int | None = None,
+        gauges: Callable[[], Gauges] = Gauges,
     ) -> None:
         """Join the three worlds.
 
@@ -144,6 +146,8 @@ class Pipeline:
             media_pad_id: ``media_placeholder_token_id`` of config.json.
             defaults: chat options of requests that bring none.
             name: how the model is called in results.
+            context_length: tokens of prompt and answer together, where the backend has a limit.
+            gauges: what the engine holds, for whoever watches it.
         """
         self.processor = processor
         self.tokenizer = tokenizer
@@ -151,6 +155,8 @@ class Pipeline:
         self.media_pad_id = media_pad_id
         self.defaults = defaults
         self.name = name
+        self.context_length = context_length
+        self.gauges = gauges
         self.constraints = ConstraintCompiler(tokenizer)
 
     @classmethod
@@ -274,37 +280,29 @@ class Pipeline:
         """
         request = self._as_request(messages, tools, options, sampling)
         prepared = await asyncio.to_thread(self.prepare, request)
-        async with contextlib.aclosing(self.answer(prepared)) as batches:
-            async for events in batches:
+        with contextlib.closing(self.answer(prepared)) as answer:
+            async for events in answer:
                 for event in events:
                     yield event
 
-    async def answer(self, prepared: Prepared, index: int = 0) -> AsyncGenerator[list[Event]]:
-        """Steps 4 to 6 for a prepared request: lists of what has come up since the last.
-
-        Closing the iterator cancels the generation.
+    def answer(self, prepared: Prepared, index: int = 0) -> Answer:
+        """Steps 4 to 6 for a prepared request, on a running event loop.
 
         Args:
             prepared: may be answered any number of times; its media are encoded once as long as the
                 encoder cache holds them.
             index: which of several answers this is; moves the seed.
 
+        Returns:
+            The answer in the making: iterate over it, and close it whatever happens.
+
         Raises:
-            K3VLError: whatever went wrong, at the point where it did.
+            CapacityError: the request can never run.
+            BackendError: the engine is dead.
         """
-        inbox = _Inbox(asyncio.get_running_loop())
+        inbox = Inbox(asyncio.get_running_loop())
         generation, request_id = self._begin(prepared, inbox.put, index)
-        try:
-            async for items in inbox:
-                events, error = _feed(generation, items)
-                if events:
-                    yield events
-                if error is not None:
-                    raise error
-                if generation.done:
-                    return
-        finally:
-            self.backend.cancel(request_id)
+        return Answer(generation, inbox, lambda: self.backend.cancel(request_id))
 
     def events(
         self,
@@ -410,47 +408,6 @@ class Pipeline:
                 yield from generation.feed(inbox.get())
         finally:
             self.backend.cancel(request_id)
-
-
-class _Inbox:
-    """Carries items from the backend's thread to an event loop, many with one wake-up."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._items: deque[Token | K3VLError] = deque()
-        self._filled = asyncio.Event()
-        self._is_waking = False
-
-    def put(self, item: Token | K3VLError) -> None:
-        """Add an item; safe on any thread."""
-        self._items.append(item)
-        if not self._is_waking:
-            self._is_waking = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                self._loop.call_soon_threadsafe(self._filled.set)
-
-    async def __aiter__(self) -> AsyncIterator[list[Token | K3VLError]]:
-        """All items that are there, then those that have come since."""
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            self._is_waking = False  # before the items are taken: a later one wakes again
-            yield [self._items.popleft() for _ in range(len(self._items))]
-
-
-def _feed(
-    generation: Generation, items: Iterable[Token | K3VLError]
-) -> tuple[list[Event], K3VLError | None]:
-    """Feed items until the generation is done; its events, and the error that ended it."""
-    events: list[Event] = []
-    for item in items:
-        if generation.done:
-            break
-        try:
-            events += generation.feed(item)
-        except K3VLError as exc:
-            return events, exc
-    return events, None
 
 
 def _num_uncounted(request: Request) -> int:

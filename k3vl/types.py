@@ -244,6 +244,19 @@ class Prompt:
     spans: tuple[MediaSpan, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """What an engine holds at the moment.
+
+    Attributes:
+        cache_bytes: by kind of cache.
+        encoder_cache_pins: holds on media features that must stay.
+    """
+
+    cache_bytes: Mapping[str, int] = field(default_factory=dict)
+    encoder_cache_pins: int = 0
+
+
 # ---------------------------------------------------------------------- what comes out
 
 

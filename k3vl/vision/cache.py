@@ -21,6 +21,7 @@ class CacheStats:
 
     Attributes:
         entries: media items held.
+        pins: holds on entries that must stay.
         bytes: of all features held; ``pinned_bytes`` of those that must stay.
         hits, misses: look-ups by outcome.
         evictions: entries given up to make room.
@@ -28,6 +29,7 @@ class CacheStats:
     """
 
     entries: int
+    pins: int
     bytes: int
     pinned_bytes: int
     hits: int
@@ -110,6 +112,7 @@ class EncoderCache:
         """Count what is held and what has happened."""
         return CacheStats(
             entries=len(self._entries),
+            pins=sum(entry.pins for entry in list(self._entries.values())),
             bytes=self._bytes,
             pinned_bytes=self._pinned_bytes(),
             hits=self._hits,
@@ -139,4 +142,4 @@ class EncoderCache:
         self._evictions += 1
 
     def _pinned_bytes(self) -> int:
-        return sum(entry.features.nbytes for entry in self._entries.values() if entry.pins)
+        return sum(e.features.nbytes for e in list(self._entries.values()) if e.pins)

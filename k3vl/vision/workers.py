@@ -85,6 +85,11 @@ class _Worker:
                     pipe.close()
 
 
+def _take_exception(job: asyncio.Future[Any]) -> None:
+    if not job.cancelled():
+        job.exception()
+
+
 def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
     """Put an answer together; the patches stay where they were read to."""
     layout = header["layout"]
@@ -192,6 +197,7 @@ class MediaWorkers:
         await self._free.acquire()
         worker = self._idle.pop()
         job = loop.run_in_executor(self._threads, worker.call, part, source)
+        job.add_done_callback(_take_exception)  # of a job that nobody waits for any more
         try:
             async with asyncio.timeout(self._max_seconds):
                 return await asyncio.shield(job)
@@ -215,8 +221,6 @@ class MediaWorkers:
         finally:
             if not job.done():
                 worker.kill()
-            elif not job.cancelled():
-                job.exception()  # nobody is interested any more
             self._put_back(worker)
 
     def _put_back(self, worker: _Worker) -> None:
