@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -315,4 +316,6 @@ def serve(pipeline: Pipeline, settings: ServerSettings) -> None:
         timeout_graceful_shutdown=settings.shutdown_seconds,
         lifespan="on",
     )
+    # uvicorn raises the signal again once all is shut down; what it was meant to do is done by then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     _Uvicorn(config).run()
