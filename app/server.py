@@ -316,6 +316,6 @@ def serve(pipeline: Pipeline, settings: ServerSettings) -> None:
         timeout_graceful_shutdown=settings.shutdown_seconds,
         lifespan="on",
     )
-    # uvicorn raises the signal again once all is shut down; what it was meant to do is done by then.
+    # uvicorn raises the signal again once all is shut down; by then it has had its effect.
     signal.signal(signal.SIGTERM, lambda *_: None)
     _Uvicorn(config).run()

@@ -18,7 +18,7 @@ from k3vl.app.openai import ChatCall, Limits, read_call
 from k3vl.app.replies import Choice, Chunks, Heading, completion_json, dump, error_json
 from k3vl.app.sse import DONE, event
 from k3vl.errors import CapacityError, K3VLError, MediaError, RequestError
-from k3vl.types import Finish, Prompt, SamplingParams
+from k3vl.types import Finish, Prompt, SamplingParams, TextPart
 from k3vl.xtml.render import media_parts
 from k3vl.xtml.tokens import END_OF_MSG
 
@@ -78,6 +78,10 @@ class ChatService:
         self._slots = asyncio.Semaphore(limits.max_running)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="k3vl-prepare")
         self._last_token = float("-inf")
+        tokenizer = pipeline.tokenizer
+        self._longest_token = max(
+            len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)
+        )
         metrics.media_jobs.set_function(lambda: workers.num_jobs)
 
     async def close(self) -> None:
@@ -139,6 +143,7 @@ class ChatService:
             RequestError: media, conversation or the asked form cannot be used.
             CapacityError: too many media are waiting.
         """
+        self._check_length(call)
         with self.metrics.preparation.time():
             tasks = [
                 asyncio.create_task(self._process(where, part))
@@ -151,6 +156,22 @@ class ChatService:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
             return await self._in_thread(self.pipeline.assemble, call.request, media)
+
+    def _check_length(self, call: ChatCall) -> None:
+        """Refuse text that cannot fit whatever its tokens are, before time goes into them."""
+        context = self.pipeline.context_length
+        length = sum(
+            len(part.text)
+            for message in call.request.messages
+            for part in message.parts
+            if isinstance(part, TextPart)
+        )
+        if context is not None and length > context * self._longest_token:
+            raise RequestError(
+                f"the text has {length} characters; no {context} tokens can hold them",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
     async def _process(self, where: str, part: MediaPart) -> ProcessedMedia:
         try:

@@ -19,7 +19,7 @@ from k3vl.xtml.tokenizer import Detokenizer
 from k3vl.xtml.tokens import CLOSE, OPEN
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from k3vl.lm.backend import Token
     from k3vl.types import Event, Request, TokenLogprob, Usage
@@ -83,6 +83,7 @@ class Generation:
         self._usage = usage
         self._completion = 0
         self._reasoning = 0
+        self._stops_between = bool(request.sampling.stop)
         self._in_header = False
         self._logprobs: list[TokenLogprob] = []
 
@@ -106,6 +107,27 @@ class Generation:
         if item.finish is not None and not self.done:
             events += self._finish(item.finish)
         return events
+
+    def feed_run(self, token_ids: Sequence[int]) -> list[Event]:
+        """Take ordinary tokens in a row, at the price of one; :meth:`in_run` says which."""
+        was_thinking = self._thinking
+        self._completion += len(token_ids)
+        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        events = self._through_stops(self._parser.feed(self._detokenizer.feed_bytes(data)))
+        self._reasoning += was_thinking + self._thinking * (len(token_ids) - 1)
+        return events
+
+    def in_run(self, item: Token | K3VLError) -> int | None:
+        """The token's id if it is one of those that :meth:`feed_run` takes.
+
+        Not those with something of their own to tell, and none where a stop string may end the
+        answer between them.
+        """
+        if self._stops_between or isinstance(item, K3VLError) or item.id is None:
+            return None
+        if item.finish is not None or item.logprobs is not None:
+            return None
+        return None if self._tokenizer.is_control(item.id) else item.id
 
     def _note(self, item: Token) -> None:
         """Keep the log-probabilities of text; those of markers and tag names are nobody's."""
@@ -219,11 +241,20 @@ class Answer:
     def _feed(self, items: Iterable[Token | K3VLError]) -> tuple[list[Event], K3VLError | None]:
         """The events of some items, and the error that came behind them."""
         events: list[Event] = []
+        run: list[int] = []
+        generation = self._generation
         for item in items:
-            if self._generation.done:
+            token_id = generation.in_run(item)
+            if token_id is not None and not generation.done:
+                run.append(token_id)
+                continue
+            if run:
+                events += generation.feed_run(run)
+                run = []
+            if generation.done:
                 break
             try:
-                events += self._generation.feed(item)
+                events += generation.feed(item)
             except K3VLError as exc:
                 return events, exc
-        return events, None
+        return events + (generation.feed_run(run) if run else []), None

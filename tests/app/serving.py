@@ -1,4 +1,4 @@
-"""Servers for tests: a real process with the demo model, and one in a thread around any pipeline."""
+"""Servers for tests: a real process with the demo model, one in a thread around any pipeline."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_choices_and_logprobs(client) -> None:
         for token in tokens:
             assert token.logprob <= 0
             assert bytes(token.bytes).decode() == token.token
-            assert [top.token for top in token.top_logprobs][0] == token.token, "greedy"
+            assert token.top_logprobs[0].token == token.token, "greedy"
             assert len(token.top_logprobs) == 2
 
 
