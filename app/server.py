@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -316,6 +317,8 @@ def serve(pipeline: Pipeline, settings: ServerSettings) -> None:
         timeout_graceful_shutdown=settings.shutdown_seconds,
         lifespan="on",
     )
+    # The engine's thread must not wait the usual 5 ms for an event loop with much to do.
+    sys.setswitchinterval(0.001)
     # uvicorn raises the signal again once all is shut down; by then it has had its effect.
     signal.signal(signal.SIGTERM, lambda *_: None)
     _Uvicorn(config).run()

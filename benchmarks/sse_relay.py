@@ -17,6 +17,7 @@ import multiprocessing
 import platform
 import re
 import socket
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,8 @@ def application() -> Starlette:
 
 
 def run_server(port: int) -> None:
-    """The serving process."""
+    """The serving process, set up as ``k3vl serve`` does."""
+    sys.setswitchinterval(0.001)
     uvicorn.run(application(), port=port, log_level="critical")
 
 
