@@ -136,6 +136,7 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
 @click.option("--cors-origin", multiple=True, help="Web origin that may call; * is any.")
 @_count("--max-running", 32, "Requests that generate at once.")
 @_count("--max-waiting", 64, "Requests that wait; more are sent away with 429.", 0)
+@_count("--media-prefills", 1, "Requests with media on the way to their first token at once.")
 @_count("--max-images", 512, "Pictures of a request.", 0)
 @_count("--max-videos", 16, "Clips of a request.", 0)
 @_count("--max-choices", 8, "Largest n.")

@@ -38,6 +38,7 @@ class ServeOptions:
     cors_origin: tuple[str, ...]
     max_running: int
     max_waiting: int
+    media_prefills: int
     max_images: int
     max_videos: int
     max_choices: int
@@ -76,6 +77,7 @@ def launch(options: ServeOptions) -> None:
         ),
         max_running=options.max_running,
         max_waiting=options.max_waiting,
+        media_prefills=options.media_prefills,
         max_body_bytes=options.max_body_mib * 2**20,
         media_workers=options.media_workers,
         media_seconds=options.media_seconds,

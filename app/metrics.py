@@ -75,7 +75,7 @@ class Metrics:
         )
         self.first_token = Histogram(
             "k3vl_time_to_first_token_seconds",
-            "From the request's last byte to the first text.",
+            "From a prepared request to its first text.",
             buckets=_LATENCY_BUCKETS,
             registry=self.registry,
         )

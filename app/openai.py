@@ -152,7 +152,6 @@ class ChatCall:
         num_choices: answers wanted.
         stream: as events.
         include_usage: end the stream with a chunk of counts.
-        cache_salt: separates this client's cache entries from others'.
         warnings: about the request itself.
     """
 
@@ -161,7 +160,6 @@ class ChatCall:
     num_choices: int = 1
     stream: bool = False
     include_usage: bool = False
-    cache_salt: str | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -208,7 +206,6 @@ def read_call(
         num_choices=wire.n or 1,
         stream=bool(wire.stream),
         include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
-        cache_salt=wire.cache_salt,
         warnings=_warnings(messages),
     )
 
@@ -349,6 +346,7 @@ def _sampling(wire: ChatRequest, defaults: SamplingParams, limits: Limits) -> Sa
         top_k=defaults.top_k if wire.top_k is None else wire.top_k,
         seed=None if wire.seed is None else wire.seed & MAX_SEED,
         stop=stops,
+        cache_salt=wire.cache_salt,
         logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
     )
 

@@ -66,6 +66,8 @@ class ServerSettings:
         cors_origins: web origins that may call it; ``*`` is all.
         limits: what one request may ask for.
         max_running, max_waiting: requests that generate, and that wait.
+        media_prefills: requests with media on the way to their first token at once; more make
+            better use of a GPU, fewer keep running streams smooth.
         max_body_bytes, max_bodies_bytes: of one request body, and of all together.
         media_workers: decoding processes.
         media_seconds: longest decoding of one media part.
@@ -81,6 +83,7 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     max_running: int = 32
     max_waiting: int = 64
+    media_prefills: int = 1
     max_body_bytes: int = 40 * 2**20
     max_bodies_bytes: int = 512 * 2**20
     media_workers: int = 2
@@ -148,6 +151,7 @@ class Server:
             request=settings.limits,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            media_prefills=settings.media_prefills,
         )
         self._service = ChatService(
             self.pipeline, workers, self.metrics, limits, sampling=settings.sampling

@@ -44,11 +44,19 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLimits:
-    """How much may go on at once, and what one request may ask for."""
+    """How much may go on at once, and what one request may ask for.
+
+    Attributes:
+        request: of one request.
+        max_running: requests that generate.
+        max_waiting: admitted requests beside those.
+        media_prefills: requests with media on the way to their first token.
+    """
 
     request: Limits
     max_running: int = 32
     max_waiting: int = 64
+    media_prefills: int = 1
 
 
 class ChatService:
@@ -76,6 +84,7 @@ class ChatService:
         self._sampling = sampling
         self._admitted = 0
         self._slots = asyncio.Semaphore(limits.max_running)
+        self._media_gate = asyncio.Semaphore(limits.media_prefills)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="k3vl-prepare")
         self._last_token = float("-inf")
         tokenizer = pipeline.tokenizer
@@ -228,8 +237,15 @@ class ChatService:
     async def _generate(
         self, call: ChatCall, prepared: Prepared
     ) -> AsyncIterator[AsyncIterator[tuple[int, list[Event]]]]:
-        """Hold a slot and the generations of a request."""
-        async with self._slots:
+        """Hold a slot and the generations of a request.
+
+        Media are let into the engine a few at a time: a step that encodes and prefills the pictures
+        of many requests at once would hold up every running stream for as long.
+        """
+        begun = asyncio.get_running_loop().time()
+        async with self._slots, contextlib.AsyncExitStack() as gate:
+            if prepared.media:
+                await gate.enter_async_context(self._media_gate)
             self.metrics.running.inc()
             self.metrics.waiting.dec()
             answers: list[Answer] = []
@@ -237,10 +253,8 @@ class ChatService:
                 for index in range(call.num_choices):
                     answers.append(self.pipeline.answer(prepared, index))  # noqa: PERF401 - an error must find those before it
                 merged = _merge(answers)
-                async with (
-                    contextlib.aclosing(merged),
-                    contextlib.aclosing(self._watch(merged)) as watched,
-                ):
+                watched = self._watch(merged, gate, begun)
+                async with contextlib.aclosing(merged), contextlib.aclosing(watched):
                     yield watched
             finally:
                 for answer in answers:
@@ -249,16 +263,20 @@ class ChatService:
                 self.metrics.waiting.inc()
 
     async def _watch(
-        self, batches: AsyncIterator[tuple[int, list[Event]]]
+        self,
+        batches: AsyncIterator[tuple[int, list[Event]]],
+        gate: contextlib.AsyncExitStack,
+        begun: float,
     ) -> AsyncGenerator[tuple[int, list[Event]]]:
-        """Note signs of life, times and counts."""
+        """Note signs of life, times and counts; open the gate with the first text."""
         loop = asyncio.get_running_loop()
-        begun: float | None = loop.time()
+        is_first = True
         async for index, events in batches:
             self._last_token = loop.time()
-            if begun is not None:
+            if is_first:
+                await gate.aclose()
                 self.metrics.first_token.observe(self._last_token - begun)
-                begun = None
+                is_first = False
             last = events[-1]
             if isinstance(last, Finish) and last.usage is not None:
                 self.metrics.count(last.usage, is_first=index == 0)

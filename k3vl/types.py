@@ -136,6 +136,7 @@ class SamplingParams:
         stop_ids: extra token ids that end generation, beside the model's own.
         logprobs: report the log-probability of every token, and of this many likeliest ones
             beside it; None reports nothing.
+        cache_salt: a name space of its own in the backend's caches; None shares with everybody.
         logit_mask: constrains the choice ; it holds state, so it
             belongs to one generation.
     """
@@ -148,6 +149,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    cache_salt: str | None = None
     logit_mask: LogitMask | None = field(default=None, compare=False, repr=False)
 
 

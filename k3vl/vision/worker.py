@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from k3vl.types import ProcessedMedia
 
+NICENESS = 5
+"""Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
 
 
@@ -119,6 +121,8 @@ def describe(media: ProcessedMedia) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until standard input ends."""
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between the frames

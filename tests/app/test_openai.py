@@ -109,7 +109,7 @@ def test_sampling_fields_are_taken() -> None:
 def test_what_changes_nothing_is_accepted() -> None:
     read(user="u", metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k")
     read(frequency_penalty=0, presence_penalty=0.0, logit_bias={}, modalities=["text"])
-    assert read(cache_salt="tenant").cache_salt == "tenant"
+    assert read(cache_salt="tenant").request.sampling.cache_salt == "tenant"
 
 
 @pytest.mark.parametrize(
