@@ -47,7 +47,7 @@ class Process:
         self.port = 0
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        assert self._listening.wait(60), "\n".join(self.lines)
+        assert self._listening.wait(180), "\n".join(self.lines)
         assert self.port, "\n".join(self.lines)
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -106,7 +106,7 @@ def fake_pipeline(backend: Any, **options: Any) -> Pipeline:
     )
 
 
-def until(holds: Any, seconds: float = 10.0) -> None:
+def until(holds: Any, seconds: float = 60.0) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -133,7 +133,11 @@ def post(url: str, body: dict[str, Any], path: str = "/v1/chat/completions", **k
     return httpx2.post(url + path, json=body, timeout=60, **kw)
 
 
+def get(url: str, **kw: Any) -> Any:
+    return httpx2.get(url, timeout=60, **kw)
+
+
 def metric(url: str, name: str) -> float:
     """A value on the metrics page."""
-    page = httpx2.get(url + "/metrics", timeout=10).text
+    page = get(url + "/metrics").text
     return float(next(line.split()[-1] for line in page.splitlines() if line.startswith(name)))

@@ -50,7 +50,9 @@ def test_no_request_breaks_the_server(url: str, path: str, method: str, mode: st
     )
     @given(case=cases)
     def check(case) -> None:
-        case.call_and_validate(base_url=url, checks=[schemathesis.checks.not_a_server_error])
+        case.call_and_validate(
+            base_url=url, timeout=60, checks=[schemathesis.checks.not_a_server_error]
+        )
 
     check()
 
@@ -79,7 +81,7 @@ def test_no_message_breaks_the_server(url: str, content, role) -> None:
     extra = {"tool_calls": content, "tools": content, "tool_call_id": content, "name": content}
     for more in ({}, extra):
         body = {"model": "demo", "messages": [{"role": role, "content": content, **more}]}
-        reply = httpx2.post(url + "/v1/chat/completions", json=body)
+        reply = httpx2.post(url + "/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code in (200, 400), reply.text
         if reply.status_code == 400:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

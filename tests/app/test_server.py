@@ -8,6 +8,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from PIL import Image
@@ -19,6 +20,7 @@ from tests.app.serving import (
     Process,
     ask,
     data_url,
+    get,
     image_part,
     metric,
     post,
@@ -349,7 +351,7 @@ def test_errors_reach_the_client_as_their_classes(client, change, kind, param) -
     ],
 )
 def test_every_error_has_the_same_shape(server, method, path, status, code) -> None:
-    reply = httpx2.request(method, server.url + path)
+    reply = httpx2.request(method, server.url + path, timeout=60)
     assert reply.status_code == status
     assert reply.json()["error"]["code"] == code
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
@@ -368,7 +370,10 @@ def test_every_error_has_the_same_shape(server, method, path, status, code) -> N
 )
 def test_bodies_that_are_no_request(server, body, content_type, status) -> None:
     reply = httpx2.post(
-        server.url + "/v1/chat/completions", content=body, headers={"content-type": content_type}
+        server.url + "/v1/chat/completions",
+        content=body,
+        headers={"content-type": content_type},
+        timeout=60,
     )
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == "invalid_request_error"
@@ -384,7 +389,7 @@ def test_a_long_prompt_is_refused_by_its_length(server) -> None:
 
 
 def test_other_host_names_do_not_reach_a_keyless_local_server(server) -> None:
-    reply = httpx2.get(server.url + "/v1/models", headers={"host": "evil.example:80"})
+    reply = get(server.url + "/v1/models", headers={"host": "evil.example:80"})
     assert reply.status_code == 403
 
 
@@ -418,6 +423,61 @@ def test_bad_pictures_hurt_one_request_only(server, data, code) -> None:
     assert "0x" not in error["message"]
     assert " object at " not in error["message"]
     assert post(server.url, ask(picture(), max_tokens=1)).status_code == 200
+
+
+def oddities() -> list:
+    def saved(image: Image.Image, kind: str, **more) -> bytes:
+        out = io.BytesIO()
+        image.save(out, kind, **more)
+        return out.getvalue()
+
+    pages = [Image.new("L", (30, 30), level) for level in (0, 100, 200)]
+    deep = Image.fromarray(np.linspace(0, 65535, 64 * 64, dtype=np.uint16).reshape(64, 64))
+    upright = Image.Exif()
+    upright[0x0112] = 6
+    return [
+        pytest.param(png(40, 40, "RGBA"), (40, 40), 0, id="R4 all transparent"),
+        pytest.param(saved(deep, "PNG"), (64, 64), 0, id="R10 16 bit"),
+        pytest.param(saved(Image.new("CMYK", (40, 30)), "JPEG"), (40, 30), 0, id="R12 CMYK"),
+        pytest.param(
+            saved(pages[0], "TIFF", save_all=True, append_images=pages[1:]),
+            (30, 30),
+            1,
+            id="R17 three pages",
+        ),
+        pytest.param(
+            saved(Image.new("RGB", (640, 480)), "JPEG", exif=upright), (480, 640), 0, id="R1"
+        ),
+        pytest.param(png(1, 1), (1, 1), 1, id="I45 one pixel"),
+        pytest.param(png(27, 257), (27, 257), 0, id="I46"),
+        pytest.param(png(10_000, 1), (10_000, 1), 1, id="I44"),
+        pytest.param(png(448, 449), (448, 449), 0, id="I50"),
+        pytest.param(saved(Image.new("RGB", (9, 9)), "WEBP"), (9, 9), 1, id="I23 WebP"),
+        pytest.param(saved(Image.new("RGB", (20, 20)), "PPM"), (20, 20), 0, id="I39 PPM"),
+    ]
+
+
+@pytest.mark.parametrize(("data", "size", "num_warnings"), oddities())
+def test_odd_pictures_work(server, data, size, num_warnings) -> None:
+    plan = post(server.url, ask(image_part(data, detail="auto"), "x"), "/v1/tokenize").json()
+    (media,) = plan["media"]
+    assert (media["width"], media["height"]) == size
+    assert media["tokens"] >= 1
+    assert len(plan["k3vl"]["warnings"]) == num_warnings
+
+
+def test_equal_indices_with_other_palettes_are_other_pictures(server) -> None:
+    answers = []
+    for palette in ([255, 0, 0], [0, 0, 255]):
+        image = Image.new("P", (112, 112))
+        image.putpalette(palette)
+        out = io.BytesIO()
+        image.save(out, "PNG")
+        body = ask(image_part(out.getvalue()), "What do you see?", logprobs=True)
+        content = post(server.url, body).json()["choices"][0]["logprobs"]["content"]
+        answers.append([token["logprob"] for token in content])
+    assert answers[0] != answers[1]
+    assert answers[0]
 
 
 @pytest.mark.parametrize(
@@ -510,9 +570,9 @@ def test_models_say_what_they_take(client) -> None:
 
 
 def test_health_ready_and_metrics(server) -> None:
-    assert httpx2.get(server.url + "/health").json() == {"status": "ok"}
-    assert httpx2.get(server.url + "/ready").json() == {"status": "ready"}
-    page = httpx2.get(server.url + "/metrics").text
+    assert get(server.url + "/health").json() == {"status": "ok"}
+    assert get(server.url + "/ready").json() == {"status": "ready"}
+    page = get(server.url + "/metrics").text
     for name in (
         "k3vl_requests_running",
         "k3vl_requests_waiting",
