@@ -71,6 +71,10 @@ class _Worker:
             raise MediaError(header["error"], code=header["code"])
         return _media(header, patches)
 
+    def is_alive(self) -> bool:
+        """The process runs."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End the process at once, whatever it does."""
         self.was_killed = True
@@ -196,6 +200,9 @@ class MediaWorkers:
         loop = asyncio.get_running_loop()
         await self._free.acquire()
         worker = self._idle.pop()
+        if not worker.is_alive():  # it died of something else, so this part must not pay for it
+            self._threads.submit(worker.reap)
+            worker = _Worker(self._settings)
         job = loop.run_in_executor(self._threads, worker.call, part, source)
         job.add_done_callback(_take_exception)  # of a job that nobody waits for any more
         try:

@@ -89,10 +89,24 @@ def test_a_worker_that_dies_takes_one_part_with_it() -> None:
     async def test(workers: MediaWorkers) -> None:
         await workers.process(MediaPart("image", FOX))
         (child,) = [c for c in psutil.Process().children() if "k3vl.vision.worker" in c.cmdline()]
+        os.kill(child.pid, signal.SIGSTOP)
+        job = asyncio.create_task(workers.process(MediaPart("image", FOX)))
+        await asyncio.sleep(0.05)
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(MediaError) as caught:
-            await workers.process(MediaPart("image", FOX))
+            await job
         assert caught.value.code == "image_failed"
+        await workers.process(MediaPart("image", FOX))
+
+    with_workers(test)
+
+
+def test_a_worker_that_died_idle_harms_nobody() -> None:
+    async def test(workers: MediaWorkers) -> None:
+        await workers.process(MediaPart("image", FOX))
+        (child,) = [c for c in psutil.Process().children() if "k3vl.vision.worker" in c.cmdline()]
+        child.kill()
+        psutil.wait_procs([child], timeout=10)
         await workers.process(MediaPart("image", FOX))
 
     with_workers(test)
