@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.app.serving import Process, ask, image_part, metric, post
 
-FLOOD_SECONDS = 6.0
+FLOOD_SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
