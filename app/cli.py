@@ -9,19 +9,21 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from k3vl import __version__
 from k3vl.app.caption_flags import caption_options, options_of
 from k3vl.app.output import prepare_interrupt, prepare_streams
-from k3vl.errors import K3VLError
+from k3vl.errors import ConfigError, K3VLError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from k3vl.load import Device
+
+    _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 EXIT_ITEM_ERRORS = 2
 EXIT_INTERRUPTED = 130
@@ -123,6 +125,63 @@ def demo(
         auth=parse_auth(auth),
     )
     run_demo(settings, say=click.echo)
+
+
+def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Command], _Command]:
+    """An option for a positive number."""
+    kind = click.IntRange(min=least)
+    return click.option(name, default=default, show_default=True, type=kind, help=text)
+
+
+@cli.command()
+@model_option
+@device_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--api-key",
+    multiple=True,
+    envvar="K3VL_API_KEYS",
+    show_envvar=True,
+    help="Key that opens the server; may be given several times. Without one it is open.",
+)
+@click.option(
+    "--api-key-file", type=click.Path(path_type=Path), help="File with keys, one on each line."
+)
+@click.option("--served-model-name", multiple=True, help="Name of the model; may be repeated.")
+@click.option(
+    "--allowed-media-path",
+    type=click.Path(path_type=Path),
+    help="Directory that file: URLs may point into; without it there are none.",
+)
+@click.option(
+    "--allow-private-networks",
+    is_flag=True,
+    help="Also fetch media from loopback, private and link-local addresses.",
+)
+@click.option("--cors-origin", multiple=True, help="Web origin that may call; * is any.")
+@_count("--max-running", 32, "Requests that generate at once.")
+@_count("--max-waiting", 64, "Requests that wait; more are sent away with 429.", 0)
+@_count("--media-prefills", 1, "Requests with media on the way to their first token at once.")
+@_count("--max-images", 512, "Pictures of a request.", 0)
+@_count("--max-videos", 16, "Clips of a request.", 0)
+@_count("--max-choices", 8, "Largest n.")
+@_count("--max-body-mib", 40, "Size of a request body.")
+@_count("--max-media-mib", 256, "Size of a picture or clip, decoded from base64 or fetched.")
+@_count("--default-max-tokens", 1024, "Length of answers where the request names none.")
+@_count("--media-workers", 2, "Processes that decode media.")
+@click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
+@_count("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
+def serve(**options: Any) -> None:
+    """Serve the OpenAI-compatible API: /v1/chat/completions, /v1/models, /v1/tokenize.
+
+    Also /health, /ready, /metrics and /openapi.json.
+    """
+    try:
+        from k3vl.app.launch import ServeOptions, launch
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"{exc.name} is missing: pip install 'k3vl[serve]'") from exc
+    launch(ServeOptions(**options))
 
 
 @cli.group()

@@ -1,7 +1,14 @@
-"""One answer in the making: token ids in, events out, with stop strings and token counts."""
+"""One answer in the making: token ids in, events out, with stop strings and token counts.
+
+:class:`Generation` is the whole of it, without threads or loops; :class:`Answer` brings it to an
+event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,13 +16,19 @@ from k3vl.errors import K3VLError
 from k3vl.types import Content, Finish, Reasoning
 from k3vl.xtml.parser import StreamParser
 from k3vl.xtml.tokenizer import Detokenizer
+from k3vl.xtml.tokens import CLOSE, OPEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from k3vl.lm.backend import Token
-    from k3vl.types import Event, Request, Usage
+    from k3vl.types import Event, Request, TokenLogprob, Usage
     from k3vl.xtml.tokenizer import Tokenizer
+
+
+BATCH_SECONDS = 0.004
+"""Shortest time between two batches of one answer. No eye sees it, no token of a slower model waits
+for it, and it bounds what a stream costs, however fast the model is: 250 wake-ups a second."""
 
 
 class StopStrings:
@@ -69,11 +82,15 @@ class Generation:
         self._parser = StreamParser(
             thinking=self._thinking, tool_choice=request.options.tool_choice
         )
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.sampling.stop)
         self._usage = usage
         self._completion = 0
         self._reasoning = 0
+        self._stops_between = bool(request.sampling.stop)
+        self._in_header = False
+        self._logprobs: list[TokenLogprob] = []
 
     def feed(self, item: Token | K3VLError) -> list[Event]:
         """Take what the backend delivered.
@@ -89,12 +106,53 @@ class Generation:
         if item.id is not None:
             self._completion += 1
             self._reasoning += self._thinking
+            self._note(item)
             events = self._through_stops(self._parser.feed(self._detokenizer.feed(item.id)))
         if item.finish is not None and not self.done:
             events += self._through_stops(self._parser.feed(self._detokenizer.flush()))
         if item.finish is not None and not self.done:
             events += self._finish(item.finish)
         return events
+
+    def feed_run(self, token_ids: Sequence[int]) -> list[Event]:
+        """Take ordinary tokens in a row, at the price of one; :meth:`in_run` says which."""
+        was_thinking = self._thinking
+        self._completion += len(token_ids)
+        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        events = self._through_stops(self._parser.feed(self._detokenizer.feed_bytes(data)))
+        self._reasoning += was_thinking + self._thinking * (len(token_ids) - 1)
+        return events
+
+    def in_run(self, item: Token | K3VLError) -> int | None:
+        """The token's id if it is one of those that :meth:`feed_run` takes.
+
+        Not those with something of their own to tell, and none where a stop string may end the
+        answer between them.
+        """
+        if self._stops_between or isinstance(item, K3VLError) or item.id is None:
+            return None
+        if item.finish is not None or item.logprobs is not None:
+            return None
+        return None if self._tokenizer.is_control(item.id) else item.id
+
+    def _note(self, item: Token) -> None:
+        """Keep the log-probabilities of text; those of markers and tag names are nobody's."""
+        text = "" if item.id is None else self._control_name(item.id)
+        if text:
+            self._in_header = text in (OPEN, CLOSE)
+            self._logprobs.clear()
+        elif item.logprobs is not None and not self._in_header:
+            self._logprobs.append(item.logprobs)
+
+    def _control_name(self, token_id: int) -> str:
+        """A control token's marker, or nothing."""
+        is_control = self._tokenizer.is_control(token_id)
+        return self._tokenizer.token_bytes(token_id).decode() if is_control else ""
+
+    def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        taken = tuple(self._logprobs)
+        self._logprobs.clear()
+        return taken
 
     def _through_stops(self, events: Iterable[Event]) -> list[Event]:
         """Pass events on until a stop string ends the content."""
@@ -104,17 +162,18 @@ class Generation:
             if not isinstance(event, Content):
                 passed += self._held_content() if not isinstance(event, Reasoning) else []
                 passed.append(event)
+                self._logprobs.clear()
                 continue
             text, stopped = self._stops.feed(event.text)
             if text or event.replaces_reasoning:
-                passed.append(replace(event, text=text))
+                passed.append(replace(event, text=text, logprobs=self._take_logprobs()))
             if stopped:
                 return passed + self._finish("stop")
         return passed
 
     def _held_content(self) -> list[Event]:
         held = self._stops.flush()
-        return [Content(held)] if held else []
+        return [Content(held, logprobs=self._take_logprobs())] if held else []
 
     def _finish(self, reason: str) -> list[Event]:
         """The parser's last events, with the counts on the very last."""
@@ -133,3 +192,77 @@ class Generation:
                 event = replace(event, text=text)
             events.append(event)
         return events
+
+
+class Inbox:
+    """Carries items from the backend's thread to an event loop, many with one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nothing is there yet."""
+        self._loop = loop
+        self._items: deque[Token | K3VLError] = deque()
+        self._filled = asyncio.Event()
+        self._is_waking = False
+
+    def put(self, item: Token | K3VLError) -> None:
+        """Add an item; safe on any thread."""
+        self._items.append(item)
+        if not self._is_waking:
+            self._is_waking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def take(self) -> list[Token | K3VLError]:
+        """Wait for items; all that are there (none after a wake-up that came late)."""
+        await self._filled.wait()
+        self._filled.clear()
+        self._is_waking = False  # before the items are taken: a later one wakes again
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
+class Answer:
+    """A generation on an event loop: an asynchronous iterator over lists of events.
+
+    Raises:
+        K3VLError: while iterating, whatever went wrong, behind the events before it.
+    """
+
+    def __init__(self, generation: Generation, inbox: Inbox, cancel: Callable[[], None]) -> None:
+        """Join what :meth:`k3vl.pipeline.Pipeline.answer` has started."""
+        self._generation, self._inbox, self._cancel = generation, inbox, cancel
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        """Lists of the events that have come up since the last."""
+        while not self._generation.done:
+            events, error = self._feed(await self._inbox.take())
+            if events:
+                yield events
+            if error is not None:
+                raise error
+            if not self._generation.done:
+                await asyncio.sleep(BATCH_SECONDS)
+
+    def close(self) -> None:
+        """Cancel the generation, unless it has ended."""
+        self._cancel()
+
+    def _feed(self, items: Iterable[Token | K3VLError]) -> tuple[list[Event], K3VLError | None]:
+        """The events of some items, and the error that came behind them."""
+        events: list[Event] = []
+        run: list[int] = []
+        generation = self._generation
+        for item in items:
+            token_id = generation.in_run(item)
+            if token_id is not None and not generation.done:
+                run.append(token_id)
+                continue
+            if run:
+                events += generation.feed_run(run)
+                run = []
+            if generation.done:
+                break
+            try:
+                events += generation.feed(item)
+            except K3VLError as exc:
+                return events, exc
+        return events + (generation.feed_run(run) if run else []), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import psutil
 import torch
@@ -16,7 +16,7 @@ from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
-from k3vl.types import ChatOptions
+from k3vl.types import ChatOptions, SamplingParams
 from k3vl.vision.encoder import VisionEncoder
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
@@ -92,7 +92,7 @@ def load_pipeline(
         media_pad_id=config.media_placeholder_token_id,
         defaults=defaults,
         name=str(checkpoint),
-        encoder_cache=cache,
+        context_length=config.text.max_position_embeddings,
     )
 
 
@@ -127,13 +127,7 @@ def load_chat_defaults(directory: Path) -> ChatOptions:
         ConfigError: the file is not what it should be.
     """
     path = directory / "generation_config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        data = {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-        raise ConfigError(f"{path}: cannot be read ({type(exc).__name__})") from exc
-    kwargs = data.get("chat_template_kwargs", {}) if isinstance(data, dict) else None
+    kwargs = _generation_config(directory).get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise ConfigError(f"{path}: chat_template_kwargs must be an object")
     thinking = kwargs.get("thinking", True)
@@ -141,6 +135,40 @@ def load_chat_defaults(directory: Path) -> ChatOptions:
     if not isinstance(thinking, bool) or not (effort is None or isinstance(effort, str)):
         raise ConfigError(f"{path}: thinking must be true or false, thinking_effort a string")
     return ChatOptions(thinking=thinking, thinking_effort=effort)
+
+
+def load_sampling_defaults(directory: Path) -> SamplingParams:
+    """Sampling that a checkpoint asks for in ``generation_config.json``.
+
+    ``do_sample``, ``temperature`` and ``top_p`` are read; without them K3's own defaults hold, 1.0
+    and 0.95. ``do_sample`` false is greedy.
+
+    Raises:
+        ConfigError: the file is not what it should be.
+    """
+    data = _generation_config(directory)
+    sample = data.get("do_sample", True)
+    temperature, top_p = data.get("temperature", 1.0), data.get("top_p", 0.95)
+    if not isinstance(sample, bool) or not all(
+        isinstance(value, int | float) for value in (temperature, top_p)
+    ):
+        raise ConfigError(f"{directory}: do_sample, temperature or top_p is not understood")
+    if not sample:
+        return SamplingParams()
+    return SamplingParams(temperature=float(temperature), top_p=float(top_p))
+
+
+def _generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read ({type(exc).__name__})") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold an object")
+    return data
 
 
 def choose_device(device: Device) -> tuple[torch.device, torch.dtype]:

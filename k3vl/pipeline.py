@@ -16,6 +16,7 @@ events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import time
 from collections import deque
@@ -24,8 +25,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
+from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import CapacityError, K3VLError, MediaError
-from k3vl.generation import Generation
+from k3vl.generation import Answer, Generation, Inbox
 from k3vl.types import (
     ChatOptions,
     Finish,
@@ -45,13 +47,20 @@ from k3vl.xtml.tokenizer import encode, media_spans
 from k3vl.xtml.tokens import END_OF_MSG
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncIterator,
+        Callable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from pathlib import Path
 
+    from k3vl.constrain import Constraint
     from k3vl.lm.backend import Backend, Token
     from k3vl.lm.stats import EngineStats
     from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
-    from k3vl.vision.cache import EncoderCache
     from k3vl.vision.processor import MediaProcessor
     from k3vl.xtml.tokenizer import Tokenizer
 
@@ -67,12 +76,14 @@ class Prepared:
         prompt: token ids and media spans.
         media: one per media part, in the order of the prompt.
         usage: the prompt's share of the counts.
+        constraint: the form that the answer must have, if any.
     """
 
     request: Request
     prompt: Prompt
     media: tuple[ProcessedMedia, ...]
     usage: Usage
+    constraint: Constraint | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -125,7 +136,7 @@ class Pipeline:
         media_pad_id: int,
         defaults: ChatOptions,
         name: str,
-        encoder_cache: EncoderCache | None = None,
+        context_length: int | None = None,
     ) -> None:
         """Join the three worlds.
 
@@ -136,7 +147,7 @@ class Pipeline:
             media_pad_id: ``media_placeholder_token_id`` of config.json.
             defaults: chat options of requests that bring none.
             name: how the model is called in results.
-            encoder_cache: where the backend keeps media features, for whoever wants to look.
+            context_length: tokens of prompt and answer together, where the backend has a limit.
         """
         self.processor = processor
         self.tokenizer = tokenizer
@@ -144,7 +155,8 @@ class Pipeline:
         self.media_pad_id = media_pad_id
         self.defaults = defaults
         self.name = name
-        self.encoder_cache = encoder_cache
+        self.context_length = context_length
+        self.constraints = ConstraintCompiler(tokenizer)
 
     @classmethod
     def load(cls, checkpoint: str | Path = "demo", **settings: Any) -> Self:
@@ -173,6 +185,11 @@ class Pipeline:
     def close(self) -> None:
         """Cancel everything and release the model."""
         self.backend.close()
+
+    def holds_features(self, digest: str) -> bool:
+        """Whether the embedded engine has a media item's features already."""
+        holds = getattr(self.backend, "holds_features", None)
+        return bool(holds is not None and holds(digest))
 
     def stats(self) -> EngineStats | None:
         """Caches, memory and times of the embedded engine; None of a backend that reports none."""
@@ -224,6 +241,7 @@ class Pipeline:
 
         Raises:
             TemplateError: the chat format cannot express the conversation.
+            RequestError: the asked form of the answer cannot be enforced.
         """
         layouts = [item.layout for item in media]
         segments = render(
@@ -239,6 +257,7 @@ class Pipeline:
             request=request,
             prompt=Prompt(token_ids, spans, self._message_ends(token_ids)),
             media=tuple(media),
+            constraint=self.constraints.compile(request),
             usage=Usage(
                 prompt_tokens=len(token_ids) - _num_uncounted(request),
                 image_tokens=_count_tokens(media, "image"),
@@ -280,20 +299,29 @@ class Pipeline:
         """
         request = self._as_request(messages, tools, options, sampling)
         prepared = await asyncio.to_thread(self.prepare, request)
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Token | K3VLError] = asyncio.Queue()
-
-        def sink(item: Token | K3VLError) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(inbox.put_nowait, item)
-
-        generation, request_id = self._begin(prepared, sink)
-        try:
-            while not generation.done:
-                for event in generation.feed(await inbox.get()):
+        with contextlib.closing(self.answer(prepared)) as answer:
+            async for events in answer:
+                for event in events:
                     yield event
-        finally:
-            self.backend.cancel(request_id)
+
+    def answer(self, prepared: Prepared, index: int = 0) -> Answer:
+        """Steps 4 to 6 for a prepared request, on a running event loop.
+
+        Args:
+            prepared: may be answered any number of times; its media are encoded once as long as the
+                encoder cache holds them.
+            index: which of several answers this is; moves the seed.
+
+        Returns:
+            The answer in the making: iterate over it, and close it whatever happens.
+
+        Raises:
+            CapacityError: the request can never run.
+            BackendError: the engine is dead.
+        """
+        inbox = Inbox(asyncio.get_running_loop())
+        generation, request_id = self._begin(prepared, inbox.put, index)
+        return Answer(generation, inbox, lambda: self.backend.cancel(request_id))
 
     def events(
         self,
@@ -384,11 +412,15 @@ class Pipeline:
         return messages
 
     def _begin(
-        self, prepared: Prepared, sink: Callable[[Token | K3VLError], None]
+        self, prepared: Prepared, sink: Callable[[Token | K3VLError], None], index: int = 0
     ) -> tuple[Generation, int]:
         """Step 4: hand the prompt to the backend; steps 5 and 6 wait in the generation."""
         generation = Generation(self.tokenizer, prepared.request, prepared.usage)
         sampling = prepared.request.sampling
+        if prepared.constraint is not None:
+            sampling = replace(sampling, logit_mask=prepared.constraint.mask())
+        if index and sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + index)
         return generation, self.backend.submit(prepared.prompt, sampling, sink)
 
     def _events(self, prepared: Prepared, seconds: float | None = None) -> Iterator[Event]:

@@ -6,7 +6,7 @@ Nothing here imports torch, numpy or PIL at run time: ``xtml`` and the command l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MediaKind: TypeAlias = Literal["image", "video"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Detail: TypeAlias = Literal["low", "high", "auto", "original"]
 
 # ---------------------------------------------------------------------- what comes in
 
@@ -35,10 +36,14 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """A picture or a clip inside a message."""
+    """A picture or a clip inside a message.
+
+    ``detail`` names a pixel budget (``vision.limits``); None is the checkpoint's own.
+    """
 
     kind: MediaKind
     source: MediaSource
+    detail: Detail | None = None
 
 
 Part: TypeAlias = TextPart | MediaPart
@@ -95,6 +100,7 @@ class ChatOptions:
         response_format: ``{"type": "json_object" | "json_schema", ...}``, a bare word, or None.
         response_schema: overrides the schema inside ``response_format``.
         add_generation_prompt: end with the opened assistant message.
+        parallel_tool_calls: more than one call may be made where calls are forced; not rendered.
     """
 
     thinking: bool = True
@@ -103,6 +109,17 @@ class ChatOptions:
     response_format: str | Mapping[str, Any] | None = None
     response_schema: Any = None
     add_generation_prompt: bool = True
+    parallel_tool_calls: bool = True
+
+
+class LogitMask(Protocol):
+    """Says which token may come next; belongs to one generation, used on the engine's thread."""
+
+    def allowed(self) -> np.ndarray | None:
+        """[ceil(vocab / 32)] int32 bits, lowest first; None allows everything."""
+
+    def accept(self, token_id: int) -> None:
+        """The token was chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +134,10 @@ class SamplingParams:
         seed: makes sampling repeatable, whatever else runs in the batch; None draws one.
         stop: strings that end the answer's content; not part of it.
         stop_ids: extra token ids that end generation, beside the model's own.
+        logprobs: report the log-probability of every token, and of this many likeliest ones
+            beside it; None reports nothing.
         cache_salt: only requests of the same salt share cached work; say, one per API key.
+        logit_mask: constrains the choice; it holds state, so it belongs to one generation.
     """
 
     max_tokens: int = 512
@@ -127,7 +147,9 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
     cache_salt: str | None = None
+    logit_mask: LogitMask | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +269,21 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probabilities at one position, before temperature and constraints.
+
+    Attributes:
+        token_id: the token that was chosen.
+        logprob: its log-probability.
+        top: (token id, log-probability) of the likeliest tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reasoning:
     """More text of the think channel."""
 
@@ -259,10 +296,12 @@ class Content:
 
     ``replaces_reasoning`` marks text that was sent as :class:`Reasoning` before the model showed
     that it was the answer all along: whoever collects the whole drops the reasoning so far.
+    ``logprobs`` are those of the tokens behind the text, where they were asked for.
     """
 
     text: str
     replaces_reasoning: bool = False
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from k3vl.errors import BackendError
 from k3vl.lm.backend import Token
 
 if TYPE_CHECKING:
@@ -59,3 +60,44 @@ class FakeBackend:
 
     def close(self) -> None:
         self.closed = True
+
+
+@dataclass
+class HeldBackend:
+    """Holds every generation until the test sends its tokens.
+
+    Attributes:
+        sinks: of the generations that have neither ended nor been cancelled, by number.
+        is_dead: refuses everything, as an engine whose thread has ended.
+    """
+
+    sinks: dict[int, Callable[[Token | K3VLError], None]] = field(default_factory=dict)
+    num_submitted: int = 0
+    is_dead: bool = False
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: Callable[[Token | K3VLError], None],
+    ) -> int:
+        if self.is_dead:
+            raise BackendError("the engine stopped after an error (secret detail)")
+        self.num_submitted += 1
+        self.sinks[self.num_submitted] = sink
+        return self.num_submitted
+
+    def send(self, *token_ids: int, finish: str | None = None) -> None:
+        """Send tokens to every generation; ``finish`` ends them all."""
+        for number, sink in list(self.sinks.items()):
+            for token_id in token_ids[:-1]:
+                sink(Token(id=token_id))
+            if finish:
+                self.sinks.pop(number, None)
+            sink(Token(id=token_ids[-1], finish=finish))  # type: ignore[arg-type]
+
+    def cancel(self, request_id: int) -> None:
+        self.sinks.pop(request_id, None)
+
+    def close(self) -> None:
+        self.sinks.clear()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
 
 from k3vl.errors import BackendError
-from k3vl.generation import Generation, StopStrings
+from k3vl.generation import Answer, Generation, Inbox, StopStrings
 from k3vl.lm.backend import Token
 from k3vl.types import (
     ChatOptions,
@@ -144,3 +145,38 @@ def test_any_cut_of_the_text_stops_at_the_same_place() -> None:
                 out, piece = out + sure, ""
         assert stopped
         assert out == want
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("stop", [(), ("lo.",)])
+def test_tokens_that_pile_up_change_nothing(size: int, stop: tuple[str, ...]) -> None:
+    """However many tokens a wake-up brings, text and counts are those of one by one."""
+    call = '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|close|>call<|sep|>'
+    text = THINK + "Hello. Ünd mehr 🦊" + "<|close|>response<|sep|>" + call
+    tokens = [Token(id=i) for i in ids(text)]
+    tokens.append(Token(id=TOKENIZER.stop_ids[0], finish="stop"))
+    request = Request(messages=(Message(role="user"),), sampling=SamplingParams(stop=stop))
+    expected = collect(run(text + "<|end_of_msg|>", stop=stop))
+
+    async def answer() -> list:
+        inbox = Inbox(asyncio.get_running_loop())
+        generation = Generation(TOKENIZER, request, Usage())
+
+        async def send() -> None:
+            for start in range(0, len(tokens), size):
+                for token in tokens[start : start + size]:
+                    inbox.put(token)
+                await asyncio.sleep(0.005)
+
+        sending = asyncio.create_task(send())
+        batches = [batch async for batch in Answer(generation, inbox, lambda: None)]
+        await sending
+        return list(itertools.chain.from_iterable(batches))
+
+    events = asyncio.run(answer())
+    found = collect(events)
+    assert (found.reasoning, found.content) == (expected.reasoning, expected.content)
+    assert [c.name for c in found.tool_calls] == [c.name for c in expected.tool_calls]
+    ones = run(text + "<|end_of_msg|>", stop=stop)[-1].usage
+    assert events[-1].usage.completion_tokens == ones.completion_tokens
+    assert events[-1].usage.reasoning_tokens == ones.reasoning_tokens

@@ -197,7 +197,6 @@ class Session:
 
     def _count_cached(self, owners: set[int]) -> None:
         """How many media items of the request the encoder has features of already."""
-        cache = self._pipeline.encoder_cache
         digests = [
             digest
             for index in owners
@@ -205,7 +204,7 @@ class Session:
             for digest in file.digests
         ]
         self._items = len(digests)
-        self._cached_items = sum(cache is not None and digest in cache for digest in digests)
+        self._cached_items = sum(map(self._pipeline.holds_features, digests))
 
     def _drop(self, exc: MediaError) -> bool:
         """Leave out the file that an error names, in whatever turn; False when it names none."""

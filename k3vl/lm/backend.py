@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.errors import K3VLError
-    from k3vl.types import EncoderItem, Prompt, SamplingParams
+    from k3vl.types import EncoderItem, Prompt, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,13 @@ class Token:
         id: token id; None when generation ended without another token.
         finish: set on the last: ``stop`` (a stop id, which is ``id``) or ``length``.
         cached_tokens: prompt tokens of the request that did not have to be computed.
+        logprobs: where the request asked for them.
     """
 
     id: int | None
     finish: Literal["stop", "length"] | None = None
     cached_tokens: int = 0
+    logprobs: TokenLogprob | None = None
 
 
 class Encoder(Protocol):

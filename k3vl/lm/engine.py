@@ -7,7 +7,7 @@ is prefilled in chunks, and a chunk may end inside a picture.
 Prompts run page by page, every page in a forward pass of its own with ``page_size`` rows, the last
 in whole tiles. What a token's state and logits are then depends on the tokens before it and on
 nothing else, to the last bit: not on the batch, the chunks, the caches or a preemption. Requests
-that decode share one pass, whose height changes the rounding of matrix products (about 1e-6 of a
+that decode share one pass, whose height changes the rounding of matrix products (about 1e-4 of a
 float32 logit), unless ``exact_decode`` gives each its own.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
@@ -325,15 +325,21 @@ class Engine:
             self.times.first_token += time.perf_counter() - job.arrived
             self.times.first_tokens += 1
         job.token_ids.append(token_id)
-        cached = sequence.num_hit or 0
+        finish: Literal["stop", "length"] | None = None
         if token_id in job.stop_ids:
-            self._end(job)
-            job.sink(Token(id=token_id, finish="stop", cached_tokens=cached))
+            finish = "stop"
         elif sequence.num_generated == sequence.max_new:
+            finish = "length"
+        if finish is not None:
             self._end(job)
-            job.sink(Token(id=token_id, finish="length", cached_tokens=cached))
-        else:
-            job.sink(Token(id=token_id, cached_tokens=cached))
+        job.sink(
+            Token(
+                id=token_id,
+                finish=finish,
+                cached_tokens=sequence.num_hit or 0,
+                logprobs=job.sampler.logprobs,
+            )
+        )
 
     def _fail(self, job: Job, error: K3VLError) -> None:
         self._end(job)

@@ -76,17 +76,21 @@ class FeatureStore:
         """Nothing is held; without ``keep_idle`` an output goes with its last user."""
         self.arena = arena
         self.keep_idle = keep_idle
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.pins = 0
         self._held: dict[FeatureKey, Feature] = {}
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __contains__(self, key: FeatureKey) -> bool:
+        return key in self._held
 
     def pin(self, item: MediaItem) -> Feature | None:
         """Take part in an output that is held or being made."""
         feature = self._held.get(item.key)
         if feature is not None:
             self.hits += 1
+            self.pins += 1
             self.arena.touch(feature.entry)
             self.arena.hold(feature.entry)
         return feature
@@ -94,6 +98,7 @@ class FeatureStore:
     def make(self, item: MediaItem, units: int) -> Feature:
         """Take units for an output that is to be encoded; pinned once."""
         self.misses += 1
+        self.pins += 1
         entry = Entry(
             kind="features",
             units=self.arena.take(units, "features"),
@@ -107,6 +112,7 @@ class FeatureStore:
 
     def unpin(self, feature: Feature) -> None:
         """Leave it; an output that was never made, or is not to be kept, goes with the last."""
+        self.pins -= 1
         self.arena.release(feature.entry)
         if not feature.entry.refs and not (self.keep_idle and feature.ready):
             self.arena.drop(feature.entry)
@@ -117,6 +123,7 @@ class FeatureStore:
         for feature in self._held.values():
             assert feature.entry.kept
             assert feature.ready or feature.entry.refs
+        assert self.pins == sum(feature.entry.refs for feature in self._held.values())
 
     def _forget(self, key: FeatureKey) -> None:
         del self._held[key]

@@ -65,6 +65,10 @@ class LocalBackend:
         """What the engine holds and has done."""
         return self._engine.stats()
 
+    def holds_features(self, digest: str) -> bool:
+        """Whether a media item would not have to be encoded now."""
+        return (None, digest) in self._engine.scheduler.features
+
     def close(self) -> None:
         """Cancel everything and wait for the thread."""
         with self._lock:

@@ -52,7 +52,8 @@ class EngineStats:
         evictions: entries that went to make room, by kind.
         lookups: requests by outcome in the prefix tree (see ``scheduler.Counts``).
         prompt_tokens, hit_tokens: of those requests.
-        feature_hits, feature_misses: look-ups of media features.
+        feature_hits, feature_misses: look-ups of media features; ``feature_pins`` holds on those
+            that a request still has to prefill.
         checkpoints, checkpoints_skipped, preemptions, recomputed_tokens, steps: as in ``Counts``.
         stage_seconds: time by stage; ``queue_seconds`` before admission and ``first_token_seconds``
             until the first token, both summed over requests; ``first_tokens`` how many.
@@ -73,6 +74,7 @@ class EngineStats:
     hit_tokens: int
     feature_hits: int
     feature_misses: int
+    feature_pins: int
     checkpoints: int
     checkpoints_skipped: int
     preemptions: int
@@ -103,6 +105,7 @@ class EngineStats:
             hit_tokens=counts.hit_tokens,
             feature_hits=scheduler.features.hits,
             feature_misses=scheduler.features.misses,
+            feature_pins=scheduler.features.pins,
             checkpoints=counts.checkpoints,
             checkpoints_skipped=counts.checkpoints_skipped,
             preemptions=counts.preemptions,

@@ -7,6 +7,11 @@ global pixel limit is neither read nor changed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,11 @@ class MediaLimits:
     max_video_tokens: int = 32_768
     max_decode_seconds: float = 120.0
 
+
+DETAIL_PATCHES: Final[Mapping[str, int]] = MappingProxyType({"low": 1_024, "high": 16_384})
+"""Patches (14 x 14 pixels) of a picture sent with a ``detail``, if the checkpoint's own budget is
+not lower: low is 200,704 pixels and 256 tokens, high 3.2 million pixels and 4,096 tokens. ``auto``
+and ``original`` are the checkpoint's own budget (K3: 65,536 patches, 12.8 million pixels)."""
 
 DEFAULT_LIMITS = MediaLimits()
 """Generous for a laptop: a 20992x10496 panorama passes, a 40000x40000 picture does not."""

@@ -21,7 +21,7 @@ from PIL import Image
 from k3vl.errors import ConfigError, MediaError
 from k3vl.types import EncoderItem, MediaGroup, MediaLayout, MediaPart, ProcessedMedia
 from k3vl.vision.image import LoadedImage, load_image
-from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
+from k3vl.vision.limits import DEFAULT_LIMITS, DETAIL_PATCHES, MediaLimits
 from k3vl.vision.plan import (
     ResizePlan,
     format_timestamp,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from k3vl.config import MediaConfig, TransparentBackground
-    from k3vl.types import MediaKind, MediaSource
+    from k3vl.types import Detail, MediaKind, MediaSource
 
 _DIGEST_VERSION = b"k3vl media 1\0"
 _BLEND_ROWS = 128
@@ -90,14 +90,15 @@ class MediaProcessor:
         Raises:
             MediaError: anything that is wrong with the file; ``code`` says what.
         """
+        detail = None
         if isinstance(source, MediaPart):
-            kind, source = source.kind, source.source
+            kind, detail, source = source.kind, source.detail, source.source
         kind = kind or "image"
         resolved = resolve(source, kind, self.policy)
         if kind == "image":
             if isinstance(resolved, Path):
                 resolved = read_path(resolved)
-            return self._process_image(resolved)
+            return self._process_image(resolved, detail)
         if isinstance(resolved, Image.Image):
             raise MediaError("a PIL image is not a video", code="image_as_video")
         return self._process_video(resolved)
@@ -135,15 +136,17 @@ class MediaProcessor:
 
     # ------------------------------------------------------------------ pictures
 
-    def _process_image(self, source: bytes | Image.Image) -> ProcessedMedia:
+    def _process_image(self, source: bytes | Image.Image, detail: Detail | None) -> ProcessedMedia:
+        budget = DETAIL_PATCHES.get(detail or "auto", self.config.in_patch_limit)
+        config = replace(self.config, in_patch_limit=min(budget, self.config.in_patch_limit))
         before = self.config.transparent_bg_fill_stage == "before_resize"
 
         def plan_size(width: int, height: int) -> tuple[int, int]:
-            plan = plan_image(width, height, self.config)
+            plan = plan_image(width, height, config)
             return plan.new_width, plan.new_height
 
         loaded = load_image(source, self.limits, plan_size=plan_size, parity=self.parity)
-        plan = plan_image(loaded.width, loaded.height, self.config)
+        plan = plan_image(loaded.width, loaded.height, config)
         pixels = render(loaded.image, plan, self.config.transparent_bg_config, before=before)
         item = self._item(patchify(pixels, self.config.patch_size), plan, frames=1)
         layout = MediaLayout("image", loaded.width, loaded.height, (MediaGroup(plan.num_tokens),))

@@ -71,7 +71,33 @@ DEFAULT_POLICY = FetchPolicy()
 """``data:`` and public ``http(s):``; no files by URL."""
 
 
-def resolve(source: MediaSource, kind: MediaKind, policy: FetchPolicy) -> Resolved:
+class Abort:
+    """Lets another thread break off a fetch: its sockets are shut down, and no more are used."""
+
+    def __init__(self) -> None:
+        """Nothing is under way."""
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._is_called = False
+
+    def __call__(self) -> None:
+        """Break off; the fetch fails soon."""
+        with self._lock:
+            self._is_called = True
+            if self._socket is not None:
+                _abort(self._socket)
+
+    def watch(self, sock: socket.socket) -> None:
+        """A socket that the fetch is about to use."""
+        with self._lock:
+            self._socket = sock
+            if self._is_called:
+                _abort(sock)
+
+
+def resolve(
+    source: MediaSource, kind: MediaKind, policy: FetchPolicy, abort: Abort | None = None
+) -> Resolved:
     """Turn a source into bytes, a checked local path, or the PIL image that was given.
 
     Raises:
@@ -85,7 +111,7 @@ def resolve(source: MediaSource, kind: MediaKind, policy: FetchPolicy) -> Resolv
     if isinstance(source, os.PathLike):
         return _local(Path(source), kind, policy)
     if isinstance(source, str):
-        return _from_url(source.strip(), kind, policy)
+        return _from_url(source.strip(), kind, policy, abort or Abort())
     raise MediaError(
         f"{kind}: a source is a URL, a path, bytes or a PIL image, not {type(source).__name__}",
         code="source_invalid",
@@ -107,7 +133,7 @@ def _too_large(kind: MediaKind, size: int, policy: FetchPolicy) -> MediaError:
     )
 
 
-def _from_url(url: str, kind: MediaKind, policy: FetchPolicy) -> Resolved:
+def _from_url(url: str, kind: MediaKind, policy: FetchPolicy, abort: Abort) -> Resolved:
     """Dispatch on the scheme; anything that is not a URL says so."""
     scheme, colon, _ = url[:32].partition(":")
     scheme = scheme.lower()
@@ -124,7 +150,7 @@ def _from_url(url: str, kind: MediaKind, policy: FetchPolicy) -> Resolved:
     if scheme == "file":
         return _file_url(url, kind, policy)
     if scheme in ("http", "https"):
-        return _capped(_fetch(url, kind, policy), kind, policy)
+        return _capped(_fetch(url, kind, policy, abort), kind, policy)
     raise MediaError(f"{kind}: nothing can fetch '{scheme}:' URLs", code="url_forbidden")
 
 
@@ -237,12 +263,12 @@ def _file_url(url: str, kind: MediaKind, policy: FetchPolicy) -> Path:
 # ---------------------------------------------------------------------- http(s):
 
 
-def _fetch(url: str, kind: MediaKind, policy: FetchPolicy) -> bytes:
+def _fetch(url: str, kind: MediaKind, policy: FetchPolicy, abort: Abort) -> bytes:
     """Follow a URL through at most ``max_redirects`` checked hops."""
     deadline = time.monotonic() + policy.total_seconds
     parts = _parse_http(url, kind)
     for _ in range(policy.max_redirects + 1):
-        body_or_location = _hop(parts, kind, policy, deadline)
+        body_or_location = _hop(parts, kind, policy, deadline, abort)
         if isinstance(body_or_location, bytes):
             return body_or_location
         following = _parse_http(body_or_location, kind, base=parts.geturl())
@@ -275,7 +301,9 @@ def _parse_http(url: str, kind: MediaKind, base: str = "") -> SplitResult:
     return parts
 
 
-def _hop(parts: SplitResult, kind: MediaKind, policy: FetchPolicy, deadline: float) -> bytes | str:
+def _hop(
+    parts: SplitResult, kind: MediaKind, policy: FetchPolicy, deadline: float, abort: Abort
+) -> bytes | str:
     """One request: its body, or where it redirects to."""
     host = parts.hostname
     assert host is not None
@@ -283,6 +311,7 @@ def _hop(parts: SplitResult, kind: MediaKind, policy: FetchPolicy, deadline: flo
     connection = http.client.HTTPConnection(host, port)
     try:
         connection.sock = _connect(host, port, kind, policy, tls=parts.scheme == "https")
+        abort.watch(connection.sock)
         # A drip of single bytes never trips the socket's own timeout.
         watchdog = threading.Timer(max(deadline - time.monotonic(), 0.0), _abort, [connection.sock])
         watchdog.daemon = True

@@ -18,7 +18,7 @@ from k3vl.errors import TemplateError
 from k3vl.types import MediaPart, Message, TextPart, ToolCall
 
 if TYPE_CHECKING:
-    from k3vl.types import MediaKind, MediaSource, Part
+    from k3vl.types import Detail, MediaKind, MediaSource, Part
 
 _MEDIA_TYPES: Final[Mapping[str, MediaKind]] = {
     "image": "image",
@@ -134,7 +134,9 @@ def _part(part: Any, where: str) -> Part:
     if not isinstance(kind, str):
         raise TemplateError(f"{where}.type is missing or not a string", param=f"{where}.type")
     if kind in _MEDIA_TYPES:
-        return MediaPart(_MEDIA_TYPES[kind], _source(part, kind, where))
+        return MediaPart(
+            _MEDIA_TYPES[kind], _source(part, kind, where), _detail(part.get(kind), kind, where)
+        )
     text = _word(part.get("text"), f"{where}.text")
     if text is None:
         raise TemplateError(
@@ -159,6 +161,15 @@ def _source(part: Mapping[str, Any], kind: str, where: str) -> MediaSource:
     if not kind.endswith("_url") and _is_opened(source):
         return source  # type: ignore[no-any-return] # checked just above
     raise TemplateError(f"{field} cannot be {_kind(source)}", param=field)
+
+
+def _detail(source: Any, kind: str, where: str) -> Detail | None:
+    """OpenAI's wish for a resolution; it stands beside the URL."""
+    detail = source.get("detail") if isinstance(source, Mapping) else None
+    if detail is None or detail in ("low", "high", "auto", "original"):
+        return detail
+    field = f"{where}.{kind}.detail"
+    raise TemplateError(f"{field} must be low, high, auto or original", param=field)
 
 
 def _is_opened(source: Any) -> bool:

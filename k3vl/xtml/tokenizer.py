@@ -199,6 +199,11 @@ class Detokenizer:
             return [Piece(text, control=False)] if text else []
         return [*self.flush(), Piece(data.decode("utf-8"), control=True)]
 
+    def feed_bytes(self, data: bytes) -> list[Piece]:
+        """The text that the bytes of ordinary tokens complete."""
+        text = self._decoder.decode(data)
+        return [Piece(text, control=False)] if text else []
+
     def flush(self) -> list[Piece]:
         """What is left at the end: an unfinished character becomes the replacement character."""
         text = self._decoder.decode(b"", final=True)

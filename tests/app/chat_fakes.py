@@ -12,7 +12,6 @@ from k3vl.errors import Cancelled
 from k3vl.lm.backend import Token
 from k3vl.pipeline import Pipeline
 from k3vl.types import ChatOptions
-from k3vl.vision.cache import EncoderCache
 from k3vl.vision.processor import MediaProcessor
 from k3vl.xtml.tokenizer import load_tokenizer
 from tests.test_config import GOLDEN
@@ -36,7 +35,7 @@ class ScriptedBackend:
     """Sends the next script's tokens, ``delay`` seconds apart, until it is cancelled.
 
     The last script is used again and again; a word of ``by_word`` in the prompt chooses another.
-    ``running`` holds the requests that are being served.
+    ``running`` holds the requests that are being served, ``held`` the media that are encoded.
     """
 
     scripts: list[str]
@@ -46,7 +45,11 @@ class ScriptedBackend:
     sampling: list[SamplingParams] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
     error: K3VLError | None = None
+
+    def holds_features(self, digest: str) -> bool:
+        return digest in self.held
 
     def submit(
         self,
@@ -101,5 +104,4 @@ def scripted(*scripts: str, delay: float = 0.0, by_word: dict[str, str] | None =
         media_pad_id=config.media_placeholder_token_id,
         defaults=ChatOptions(thinking=False),
         name="scripted",
-        encoder_cache=EncoderCache(2**20),
     )

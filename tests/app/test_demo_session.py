@@ -75,14 +75,12 @@ def test_what_the_model_sees_is_handed_out_once(picture: Path) -> None:
 
 
 def test_features_that_the_encoder_holds_are_counted(picture: Path) -> None:
-    import torch
-
     pipeline = scripted("A cat." + END)
     session = Session(pipeline)
     run(session, session.send("What?", [picture], SETTINGS))
     assert (session.figures.cached_items, session.figures.items) == (0, 1)
     [digest] = session.turns[0].attachments[0].digests
-    pipeline.encoder_cache.put(digest, torch.zeros(2, 4))
+    pipeline.backend.held.add(digest)
     run(session, session.send("Sure?", [], SETTINGS))
     assert (session.figures.cached_items, session.figures.items) == (1, 1)
 

@@ -45,9 +45,15 @@ def test_messages_must_be_a_list(messages):
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "image", "video"])
 def test_media_urls_come_bare_or_in_an_object(kind):
     media = "video" if kind.startswith("video") else "image"
-    expected = (MediaPart(media, "data:,x"),) * 2
+    expected = (MediaPart(media, "data:,x"), MediaPart(media, "data:,x", "high"))
     part = {"type": kind, kind: "data:,x"}
     assert user(part, {"type": kind, kind: {"url": "data:,x", "detail": "high"}}) == expected
+
+
+def test_an_unknown_detail_is_refused():
+    with pytest.raises(TemplateError) as caught:
+        user({"type": "image_url", "image_url": {"url": "data:,x", "detail": "best"}})
+    assert caught.value.param == "messages[0].content[0].image_url.detail"
 
 
 def test_opened_media_pass_through():

@@ -1,0 +1,142 @@
+"""The process that decodes media for a server: requests on stdin, answers on stdout.
+
+A decoder that hangs, eats memory or dies takes only this process with it. Frames are a length, a
+JSON header, a length and raw bytes; no pickle. The other end is ``workers.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from k3vl.config import MediaConfig
+from k3vl.errors import MediaError
+from k3vl.types import MediaPart
+from k3vl.vision.limits import MediaLimits
+from k3vl.vision.processor import MediaProcessor
+from k3vl.vision.source import FetchPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from k3vl.types import ProcessedMedia
+
+NICENESS = 5
+"""Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
+_LENGTHS = struct.Struct("<IQ")
+
+
+def write_frame(file: IO[bytes], header: dict[str, Any], blobs: Iterable[memoryview] = ()) -> None:
+    """Write one frame; the blobs are joined."""
+    blobs = list(blobs)
+    head = json.dumps(header).encode()
+    file.write(_LENGTHS.pack(len(head), sum(blob.nbytes for blob in blobs)) + head)
+    for blob in blobs:
+        if blob.nbytes:
+            file.write(blob.cast("B"))
+    file.flush()
+
+
+def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
+    """Read one frame.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    head_size, blob_size = _LENGTHS.unpack(_read(file, _LENGTHS.size))
+    header: dict[str, Any] = json.loads(_read(file, head_size))
+    return header, _read(file, blob_size)
+
+
+def _read(file: IO[bytes], size: int) -> bytearray:
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        count = file.readinto(view[filled:])  # type: ignore[attr-defined] # every real file has it
+        if not count:
+            raise EOFError
+        filled += count
+    return data
+
+
+def settings_header(
+    config: MediaConfig, limits: MediaLimits, file_root: Path | None, max_bytes: int
+) -> dict[str, Any]:
+    """The first frame: what to process by."""
+    return {
+        "config": asdict(config),
+        "limits": asdict(limits),
+        "file_root": None if file_root is None else str(file_root),
+        "max_bytes": max_bytes,
+    }
+
+
+def make_processor(header: dict[str, Any]) -> MediaProcessor:
+    """The processor that :func:`settings_header` describes; it never fetches."""
+    root = header["file_root"]
+    return MediaProcessor(
+        TypeAdapter(MediaConfig).validate_python(header["config"]),
+        limits=MediaLimits(**header["limits"]),
+        policy=FetchPolicy(
+            schemes=frozenset({"data"} if root is None else {"data", "file"}),
+            file_root=None if root is None else Path(root),
+            max_bytes=header["max_bytes"],
+        ),
+    )
+
+
+def answer(processor: MediaProcessor, header: dict[str, Any], blob: bytearray) -> Any:
+    """Process one part; (header, blobs) of the answer."""
+    source: str | bytes = blob.decode() if header["is_url"] else bytes(blob)
+    part = MediaPart(header["kind"], source, header["detail"])
+    try:
+        media = processor.process(part)
+    except MediaError as exc:
+        return {"error": str(exc), "code": exc.code}, ()
+    except Exception as exc:  # noqa: BLE001 - a defect of ours or of a library ends one part
+        what = f"{part.kind}: cannot be processed ({type(exc).__name__})"
+        return {"error": what, "code": f"{part.kind}_failed"}, ()
+    return describe(media), [item.patches.data for item in media.items]
+
+
+def describe(media: ProcessedMedia) -> dict[str, Any]:
+    """Everything but the patches."""
+    return {
+        "layout": asdict(media.layout),
+        "items": [
+            [item.digest, item.patches.shape, item.grid_thw, item.num_tokens]
+            for item in media.items
+        ],
+        "frame_times": media.frame_times,
+        "warnings": media.warnings,
+    }
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not get between the frames
+    processor = make_processor(read_frame(requests)[0])
+    write_frame(answers, {"ready": True})
+    while True:
+        try:
+            header, blob = read_frame(requests)
+        except EOFError:
+            return
+        reply, blobs = answer(processor, header, blob)
+        del blob
+        write_frame(answers, reply, blobs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Media processing for a server: a pool of killable processes behind one coroutine.
+
+``http(s)`` sources are fetched here, on threads, under the fetch policy, so that a slow host holds
+no decoder; everything else goes to a worker process as it is. A part that takes too long, or whose
+caller has gone, costs its worker: the process is killed and a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from k3vl.errors import CapacityError, MediaError
+from k3vl.types import EncoderItem, MediaGroup, MediaLayout, ProcessedMedia
+from k3vl.vision.source import Abort, resolve
+from k3vl.vision.worker import read_frame, settings_header, write_frame
+
+if TYPE_CHECKING:
+    from k3vl.types import MediaPart
+    from k3vl.vision.processor import MediaProcessor
+
+MAX_FETCHES = 16
+ABANDONED_SECONDS = 1.0
+"""How long a worker may go on for a caller that has left: a new process costs more than most
+pictures, and clients that come and go must not be able to make the server start processes."""
+
+
+class _Worker:
+    """One process; used by one thread at a time, killed from any."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "k3vl.vision.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._settings = settings
+        self._is_ready = False
+        self.was_killed = False
+
+    def call(self, part: MediaPart, source: str | bytes) -> ProcessedMedia:
+        """Process one part; blocks.
+
+        Raises:
+            MediaError: the part cannot be used, or the process died of it.
+        """
+        blob = source.encode("utf-8", "replace") if isinstance(source, str) else source
+        head = {"kind": part.kind, "detail": part.detail, "is_url": isinstance(source, str)}
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        try:
+            if not self._is_ready:
+                write_frame(requests, self._settings)
+                read_frame(answers)
+                self._is_ready = True
+            write_frame(requests, head, [memoryview(blob)])
+            header, patches = read_frame(answers)
+        except (OSError, EOFError, ValueError) as exc:
+            self.kill()
+            raise MediaError(
+                f"{part.kind}: the decoder died of it", code=f"{part.kind}_failed"
+            ) from exc
+        if "error" in header:
+            raise MediaError(header["error"], code=header["code"])
+        return _media(header, patches)
+
+    def is_alive(self) -> bool:
+        """The process runs."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self.was_killed = True
+        self._process.kill()
+
+    def reap(self) -> None:
+        """Wait for a killed process and close its pipes; blocks."""
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _take_exception(job: asyncio.Future[Any]) -> None:
+    if not job.cancelled():
+        job.exception()
+
+
+def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
+    """Put an answer together; the patches stay where they were read to."""
+    layout = header["layout"]
+    groups = tuple(MediaGroup(**group) for group in layout["groups"])
+    items, offset = [], 0
+    for digest, shape, grid, num_tokens in header["items"]:
+        size = int(np.prod(shape))
+        patches = np.frombuffer(blob, np.uint8, size, offset).reshape(shape)
+        items.append(EncoderItem(digest, patches, tuple(grid), num_tokens))
+        offset += size
+    return ProcessedMedia(
+        layout=MediaLayout(layout["kind"], layout["width"], layout["height"], groups),
+        items=tuple(items),
+        frame_times=tuple(header["frame_times"]),
+        warnings=tuple(header["warnings"]),
+    )
+
+
+class MediaWorkers:
+    """A pool of worker processes; belongs to one event loop.
+
+    Args:
+        processor: whose settings the workers take; its policy also rules the fetches.
+        num_workers: processes.
+        max_seconds: for one part, fetching and waiting not counted.
+        max_jobs: parts under way or waiting; more are refused.
+    """
+
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        *,
+        num_workers: int = 2,
+        max_seconds: float = 60.0,
+        max_jobs: int = 1024,
+    ) -> None:
+        self._processor = processor
+        policy = processor.policy
+        root = policy.file_root if "file" in policy.schemes else None
+        self._settings = settings_header(processor.config, processor.limits, root, policy.max_bytes)
+        self._max_seconds, self._max_jobs = max_seconds, max_jobs
+        self._idle = [_Worker(self._settings) for _ in range(num_workers)]
+        self._free = asyncio.Semaphore(num_workers)
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)
+        self._abandoned: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        # Threads of killed workers end a moment later than their jobs.
+        self._threads = ThreadPoolExecutor(2 * num_workers, thread_name_prefix="k3vl-media")
+        self._fetchers = ThreadPoolExecutor(2 * MAX_FETCHES, thread_name_prefix="k3vl-fetch")
+        self.num_jobs = 0
+
+    async def process(self, part: MediaPart) -> ProcessedMedia:
+        """Fetch, decode and cut one part; cancelling stops the work.
+
+        Raises:
+            MediaError: anything that is wrong with the file; ``code`` says what.
+            CapacityError: too many parts are waiting.
+        """
+        if self.num_jobs >= self._max_jobs:
+            raise CapacityError(f"{self.num_jobs} media parts are waiting already", retry_after=2.0)
+        self.num_jobs += 1
+        try:
+            source = await self._source(part)
+            return await self._work(part, source)
+        finally:
+            self.num_jobs -= 1
+
+    async def close(self) -> None:
+        """Kill all workers; no part may be under way."""
+        self._is_closed = True
+        for task in self._abandoned:
+            task.cancel()
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
+        for worker in self._idle:
+            worker.kill()
+            worker.reap()
+        self._idle.clear()
+        self._threads.shutdown()
+        self._fetchers.shutdown(wait=False)
+
+    async def _source(self, part: MediaPart) -> str | bytes:
+        """What a worker can take: a URL that needs no network, or a file's bytes."""
+        source = part.source
+        if isinstance(source, bytes):
+            return source
+        if not isinstance(source, str):
+            raise MediaError(f"{part.kind}: a source is a URL or bytes", code="source_invalid")
+        if source.lstrip()[:5].lower() != "http:" and source.lstrip()[:6].lower() != "https:":
+            return source
+        abort = Abort()
+        async with self._fetching:
+            try:
+                fetched = await asyncio.get_running_loop().run_in_executor(
+                    self._fetchers, resolve, source, part.kind, self._processor.policy, abort
+                )
+            except asyncio.CancelledError:
+                abort()
+                raise
+        assert isinstance(fetched, bytes)
+        return fetched
+
+    async def _work(self, part: MediaPart, source: str | bytes) -> ProcessedMedia:
+        """Have a worker do it. An abandoned one may finish what is nearly done, then is killed."""
+        loop = asyncio.get_running_loop()
+        await self._free.acquire()
+        worker = self._idle.pop()
+        if not worker.is_alive():  # it died of something else, so this part must not pay for it
+            self._threads.submit(worker.reap)
+            worker = _Worker(self._settings)
+        job = loop.run_in_executor(self._threads, worker.call, part, source)
+        job.add_done_callback(_take_exception)  # of a job that nobody waits for any more
+        try:
+            async with asyncio.timeout(self._max_seconds):
+                return await asyncio.shield(job)
+        except TimeoutError:
+            worker.kill()
+            raise MediaError(
+                f"{part.kind}: not decoded within {self._max_seconds:.0f} seconds",
+                code="media_timeout",
+            ) from None
+        finally:
+            if job.done() or worker.was_killed:
+                self._put_back(worker)
+            else:
+                task = loop.create_task(self._abandon(worker, job))
+                self._abandoned.add(task)
+                task.add_done_callback(self._abandoned.discard)
+
+    async def _abandon(self, worker: _Worker, job: asyncio.Future[ProcessedMedia]) -> None:
+        try:
+            await asyncio.wait([job], timeout=ABANDONED_SECONDS)
+        finally:
+            if not job.done():
+                worker.kill()
+            self._put_back(worker)
+
+    def _put_back(self, worker: _Worker) -> None:
+        if worker.was_killed:
+            self._threads.submit(worker.reap)
+            if not self._is_closed:
+                worker = _Worker(self._settings)
+        self._idle.append(worker)
+        self._free.release()

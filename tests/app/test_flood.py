@@ -1,0 +1,155 @@
+"""Under a flood of pictures the server stays awake: health answers, text streams go on."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+import time
+
+import httpx2
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from tests.app.serving import Process, ask, image_part, metric, post
+
+FLOOD_SECONDS = 4.0
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = Process("--max-waiting", "64")
+    post(process.url, ask(image_part(photo(0)), max_tokens=1))
+    yield process
+    assert process.stop() == 0
+
+
+def photo(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (1200, 1600, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=85)
+    return out.getvalue()
+
+
+BODIES = [json.dumps(ask(image_part(photo(seed)), "x", max_tokens=1)).encode() for seed in range(4)]
+
+
+def flood(url: str, ended: threading.Event, statuses: list[int]) -> None:
+    with httpx2.Client(timeout=60) as client:
+        while not ended.is_set():
+            for body in BODIES:
+                reply = client.post(
+                    url + "/v1/chat/completions",
+                    content=body,
+                    headers={"content-type": "application/json"},
+                )
+                statuses.append(reply.status_code)
+
+
+def watch_health(url: str, ended: threading.Event, latencies: list[float]) -> None:
+    with httpx2.Client(timeout=30) as client:
+        while not ended.wait(0.02):
+            begun = time.perf_counter()
+            assert client.get(url + "/health").status_code == 200
+            latencies.append(time.perf_counter() - begun)
+
+
+def stream_text(url: str, ended: threading.Event, arrivals: list[float]) -> None:
+    with httpx2.Client(timeout=60) as client:
+        while not ended.is_set():
+            # Constrained to an object that the model never closes: a stream of any length.
+            body = ask("x", stream=True, max_tokens=200, response_format={"type": "json_object"})
+            with client.stream("POST", url + "/v1/chat/completions", json=body) as reply:
+                for line in reply.iter_lines():
+                    if line:
+                        arrivals.append(time.perf_counter())
+                    if ended.is_set():
+                        break
+
+
+def test_health_and_text_go_on_under_a_flood(server) -> None:
+    """``--log-cli-level=info`` shows what was measured."""
+    ended = threading.Event()
+    statuses: list[int] = []
+    latencies: list[float] = []
+    arrivals: list[float] = []
+    threads = [
+        *(threading.Thread(target=flood, args=(server.url, ended, statuses)) for _ in range(6)),
+        threading.Thread(target=watch_health, args=(server.url, ended, latencies)),
+        threading.Thread(target=stream_text, args=(server.url, ended, arrivals)),
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(FLOOD_SECONDS)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    p99 = float(np.quantile(latencies, 0.99))
+    longest = float(np.diff(arrivals).max())
+    lags = [
+        metric(server.url, f'k3vl_event_loop_lag_seconds_bucket{{le="{limit}"}}')
+        for limit in ("0.05", "+Inf")
+    ]
+    figures = {
+        "loop_lag_below_50_ms": round(lags[0] / lags[1], 4),
+        "health_p99_ms": round(1000 * p99, 1),
+        "longest_text_gap_s": round(longest, 2),
+        "images": len(statuses),
+        "text_chunks": len(arrivals),
+    }
+    logging.getLogger(__name__).info("%s", figures)
+    assert set(statuses) <= {200, 429}
+    assert p99 < 1.0, figures  # 0.05 on a machine that does nothing else
+    assert longest < 20.0, figures
+    assert len(arrivals) > 3, figures
+
+
+def memory(process: psutil.Process) -> int:
+    family = [process, *process.children(recursive=True)]
+    return sum(member.memory_info().rss for member in family)
+
+
+def bombs() -> list:
+    out = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(out, "PNG")
+    header = out.getvalue()
+    frames = "data:video/jpeg;base64," + ",".join(["AA"] * 50_000)
+    return [
+        pytest.param(json.dumps(ask(image_part(header))).encode(), id="picture of 900 MP"),
+        pytest.param(b" " * (41 * 2**20), id="body"),
+        pytest.param(
+            json.dumps(ask({"type": "video_url", "video_url": frames})).encode(), id="frames"
+        ),
+    ]
+
+
+@pytest.mark.parametrize("body", bombs())
+def test_a_refused_bomb_costs_little(server, body: bytes) -> None:
+    process = psutil.Process(server.process.pid)
+    before = peak = memory(process)
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.005):
+            peak = max(peak, memory(process))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    begun = time.perf_counter()
+    reply = httpx2.post(
+        server.url + "/v1/chat/completions",
+        content=body,
+        headers={"content-type": "application/json"},
+        timeout=60,
+    )
+    seconds = time.perf_counter() - begun
+    ended.set()
+    watcher.join()
+    assert reply.status_code in (400, 413)
+    assert peak - before < 50 * 2**20
+    assert seconds < 5.0, "one second on a machine that does nothing else"
+    assert metric(server.url, "k3vl_media_jobs ") == 0

@@ -1,0 +1,171 @@
+"""Constrained answers: exactly the permitted messages are possible, whatever the model wants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from k3vl.config import checkpoint_path
+from k3vl.constrain import ConstraintCompiler
+from k3vl.errors import RequestError
+from k3vl.generation import Generation
+from k3vl.lm.backend import Token
+from k3vl.lm.sampler import Sampler
+from k3vl.types import ChatOptions, Message, Request, SamplingParams, TextPart, Usage
+from k3vl.xtml.parser import collect
+from k3vl.xtml.tokenizer import load_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "dark blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+        "label": {"type": "string", "maxLength": 12},
+    },
+    "required": ["colour", "count", "label"],
+    "additionalProperties": False,
+}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+ANY_OF = {
+    "type": "function",
+    "function": {
+        "name": "any-of",
+        "parameters": {"anyOf": [{**SCHEMA, "required": ["colour"]}, {"type": "object"}]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(checkpoint_path("demo"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return ConstraintCompiler(tokenizer)
+
+
+def request(text: str = "x", *, prefix: str | None = None, tools=(), **options) -> Request:
+    messages = (Message(role="user", parts=(TextPart(text),)),)
+    if prefix is not None:
+        messages += (Message(role="assistant", parts=(TextPart(prefix),), partial=True),)
+    return Request(messages=messages, tools=tuple(tools), options=ChatOptions(**options))
+
+
+def babble(compiler, tokenizer, asked: Request, seed: int, *, eager: float = 6.0):
+    """What a model with random preferences writes under the constraint; ``eager`` to end things."""
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.zeros(tokenizer.vocab_size)
+    bias[list(tokenizer.special_ids.values())] = eager
+    constraint = compiler.compile(asked)
+    assert constraint is not None
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=seed, logit_mask=constraint.mask()))
+    generation = Generation(tokenizer, asked, Usage())
+    events = []
+    for _ in range(400):
+        token_id = sampler.choose(torch.randn(tokenizer.vocab_size, generator=generator) + bias)
+        ended = token_id in tokenizer.stop_ids
+        events += generation.feed(Token(id=token_id, finish="stop" if ended else None))
+        if generation.done:
+            return collect(events)
+    return None
+
+
+def format_of(schema) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schema_holds_against_noise(compiler, tokenizer, thinking, seed) -> None:
+    asked = request(thinking=thinking, response_format=format_of(SCHEMA))
+    answer = babble(compiler, tokenizer, asked, seed)
+    assert answer is not None
+    value = json.loads(answer.content)
+    assert set(value) == {"colour", "count", "label"}
+    assert value["colour"] in ("red", "dark blue")
+    assert 0 <= value["count"] <= 9
+    assert "\n" not in answer.content
+    assert answer.content.startswith('{"')
+
+
+@pytest.mark.parametrize("tool", [LOOK, ANY_OF], ids=["elements", "json"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_named_tool_is_called_once(compiler, tokenizer, tool, thinking) -> None:
+    name = tool["function"]["name"]
+    choice = {"type": "function", "function": {"name": name}}
+    asked = request(thinking=thinking, tools=[LOOK, ANY_OF], tool_choice=choice)
+    answers = [babble(compiler, tokenizer, asked, seed) for seed in range(6)]
+    ended = [answer for answer in answers if answer is not None]
+    assert ended
+    for answer in ended:
+        assert answer.finish == "tool_calls"
+        assert answer.content == ""
+        (call,) = answer.tool_calls
+        assert call.name == name
+        if tool is LOOK:
+            assert call.arguments["colour"] in ("red", "dark blue")
+            assert isinstance(call.arguments["count"], int)
+            assert len(call.arguments["label"]) <= 12
+
+
+def test_required_calls_one_of_the_tools(compiler, tokenizer) -> None:
+    asked = request(tools=[LOOK], tool_choice="required", parallel_tool_calls=False)
+    answer = babble(compiler, tokenizer, asked, 0)
+    assert answer is not None
+    assert [call.name for call in answer.tool_calls] == ["look"]
+
+
+def test_tools_on_the_way_count_for_required(compiler, tokenizer) -> None:
+    asked = request(tool_choice="required", parallel_tool_calls=False)
+    declaring = Message(role="system", tools=(LOOK,))
+    asked = replace(asked, messages=(declaring, *asked.messages))
+    answer = babble(compiler, tokenizer, asked, 1)
+    assert answer is not None
+    assert [call.name for call in answer.tool_calls] == ["look"]
+
+
+def test_a_json_answer_may_be_a_call_instead(compiler, tokenizer) -> None:
+    asked = request(thinking=False, tools=[LOOK], response_format=format_of(SCHEMA))
+    answers = [babble(compiler, tokenizer, asked, seed, eager=0.0) for seed in range(12)]
+    ended = [answer for answer in answers if answer is not None]
+    assert {bool(answer.tool_calls) for answer in ended} == {True, False}
+    assert all(answer.content == "" or json.loads(answer.content) for answer in ended)
+
+
+def test_a_prefix_is_part_of_the_answer(compiler, tokenizer) -> None:
+    asked = request(prefix='{"colour":"re', response_format=format_of(SCHEMA))
+    answer = babble(compiler, tokenizer, asked, 0)
+    assert answer is not None
+    assert json.loads('{"colour":"re' + answer.content)["colour"] == "red"
+    with pytest.raises(RequestError, match="cannot begin") as caught:
+        compiler.compile(request(prefix="Well, ", response_format=format_of(SCHEMA)))
+    assert caught.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "objct"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}]
+)
+def test_a_bad_schema_is_refused(compiler, schema) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(request(response_format=format_of(schema)))
+    assert caught.value.param == "response_format"
+
+
+def test_names_and_keys_are_data(compiler, tokenizer) -> None:
+    """Quotes, markers and grammar signs in names do not escape into the grammar."""
+    key = 'a"b\\ <|close|> | /x/'
+    schema = {"type": "object", "properties": {key: {"enum": ['"; start: /./']}}, "required": [key]}
+    tool = {"type": "function", "function": {"name": "t", "parameters": schema}}
+    asked = request(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    answer = babble(compiler, tokenizer, asked, 0)
+    assert answer is not None
+    assert answer.tool_calls[0].arguments == {key: '"; start: /./'}
+
+
+def test_nothing_asked_is_nothing_enforced(compiler) -> None:
+    assert compiler.compile(request(tools=[LOOK], tool_choice="auto")) is None
+    assert compiler.compile(request(response_format={"type": "text"})) is None
