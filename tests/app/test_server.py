@@ -578,7 +578,7 @@ def test_health_ready_and_metrics(server) -> None:
         "k3vl_requests_waiting",
         "k3vl_media_jobs",
         "k3vl_encoder_cache_pins",
-        'k3vl_cache_bytes{kind="encoder"}',
+        'k3vl_cache_bytes{kind="features"}',
         "k3vl_event_loop_lag_seconds_bucket",
     ):
         assert name in page

@@ -28,6 +28,10 @@ class Watched:
     def __init__(self, sampler) -> None:
         self.sampler, self.logits = sampler, []
 
+    @property
+    def logprobs(self):
+        return self.sampler.logprobs
+
     def choose(self, logits: torch.Tensor) -> int:
         self.logits.append(logits.clone())
         return self.sampler.choose(logits)

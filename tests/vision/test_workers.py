@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,6 +22,16 @@ from k3vl.vision.workers import MediaWorkers
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOX = (EXAMPLES / "fox-kite-bus.png").read_bytes()
 CLIP = next(EXAMPLES.glob("*.mp4")).read_bytes()
+
+
+def living_workers() -> list[psutil.Process]:
+    """Worker processes of this process; other tests may have left zombies of their own."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # and its kind, ZombieProcess
+            if "k3vl.vision.worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def with_workers(test, **options):
@@ -73,7 +84,7 @@ def test_workers_do_what_the_processor_does() -> None:
 def test_a_worker_that_hangs_is_replaced() -> None:
     async def test(workers: MediaWorkers) -> None:
         await workers.process(MediaPart("image", FOX))
-        (child,) = [c for c in psutil.Process().children() if "k3vl.vision.worker" in c.cmdline()]
+        (child,) = living_workers()
         os.kill(child.pid, signal.SIGSTOP)
         workers._max_seconds = 0.3
         with pytest.raises(MediaError) as caught:
@@ -88,7 +99,7 @@ def test_a_worker_that_hangs_is_replaced() -> None:
 def test_a_worker_that_dies_takes_one_part_with_it() -> None:
     async def test(workers: MediaWorkers) -> None:
         await workers.process(MediaPart("image", FOX))
-        (child,) = [c for c in psutil.Process().children() if "k3vl.vision.worker" in c.cmdline()]
+        (child,) = living_workers()
         os.kill(child.pid, signal.SIGSTOP)
         job = asyncio.create_task(workers.process(MediaPart("image", FOX)))
         await asyncio.sleep(0.05)
@@ -104,7 +115,7 @@ def test_a_worker_that_dies_takes_one_part_with_it() -> None:
 def test_a_worker_that_died_idle_harms_nobody() -> None:
     async def test(workers: MediaWorkers) -> None:
         await workers.process(MediaPart("image", FOX))
-        (child,) = [c for c in psutil.Process().children() if "k3vl.vision.worker" in c.cmdline()]
+        (child,) = living_workers()
         child.kill()
         psutil.wait_procs([child], timeout=10)
         await workers.process(MediaPart("image", FOX))
@@ -115,7 +126,7 @@ def test_a_worker_that_died_idle_harms_nobody() -> None:
 def test_an_abandoned_worker_is_killed_if_it_goes_on() -> None:
     async def test(workers: MediaWorkers) -> None:
         await workers.process(MediaPart("image", FOX))
-        (child,) = [c for c in psutil.Process().children() if "k3vl.vision.worker" in c.cmdline()]
+        (child,) = living_workers()
         os.kill(child.pid, signal.SIGSTOP)
         job = asyncio.create_task(workers.process(MediaPart("image", FOX)))
         await asyncio.sleep(0.05)
