@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
 import torch
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 
     from k3vl.checkpoint_summary import CheckpointSummary
     from k3vl.config import K3Config
-    from k3vl.pipeline import Pipeline
-
-    _P = TypeVar("_P", bound=Pipeline)
+    from k3vl.xtml.tokenizer import Tokenizer
 
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 SMALL_HIDDEN_SIZE = 1024
@@ -40,19 +39,30 @@ SMALL_HIDDEN_SIZE = 1024
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
-def load_pipeline(
-    cls: type[_P],
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """What a pipeline is made of; see :class:`k3vl.pipeline.Pipeline`."""
+
+    processor: MediaProcessor
+    tokenizer: Tokenizer
+    backend: LocalBackend
+    media_pad_id: int
+    defaults: ChatOptions
+    name: str
+    context_length: int
+
+
+def open_checkpoint(
     checkpoint: str | Path,
     *,
     device: Device = "auto",
     engine: EngineConfig | None = None,
     limits: MediaLimits = DEFAULT_LIMITS,
     policy: FetchPolicy = DEFAULT_POLICY,
-) -> _P:
-    """Build a pipeline of class ``cls``.
+) -> Parts:
+    """Load a checkpoint and start the embedded engine.
 
     Args:
-        cls: :class:`Pipeline`.
         checkpoint: a directory, or ``demo``.
         device: ``auto`` takes a CUDA device where there is one. Weights are bfloat16 there and
             float32 on a CPU, where bfloat16 products are many times slower.
@@ -85,7 +95,7 @@ def load_pipeline(
     batch = engine.max_step_patches if where.type == "cuda" else None
     encoder = VisionEncoder(tower, projector, max_patches_per_batch=batch)
     backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids))
-    return cls(
+    return Parts(
         processor=MediaProcessor(media, limits=limits, policy=policy),
         tokenizer=tokenizer,
         backend=backend,

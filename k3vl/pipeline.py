@@ -164,15 +164,24 @@ class Pipeline:
 
         Args:
             checkpoint: a directory, or ``demo`` for the small model that comes with the package.
-            settings: see :func:`k3vl.load.load_pipeline`.
+            settings: see :func:`k3vl.load.open_checkpoint`.
 
         Raises:
             ConfigError: the directory or its configuration is not usable.
             WeightError: the tensors are not.
         """
-        from k3vl.load import load_pipeline
+        from k3vl.load import open_checkpoint
 
-        return load_pipeline(cls, checkpoint, **settings)
+        parts = open_checkpoint(checkpoint, **settings)
+        return cls(
+            processor=parts.processor,
+            tokenizer=parts.tokenizer,
+            backend=parts.backend,
+            media_pad_id=parts.media_pad_id,
+            defaults=parts.defaults,
+            name=parts.name,
+            context_length=parts.context_length,
+        )
 
     def __enter__(self) -> Self:
         """Nothing to do; the pipeline is ready."""
