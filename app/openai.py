@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from k3vl.types import Message
 
 MAX_STOPS = 16
-MAX_STOP_LENGTH = 256
+MAX_WORD_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
-Word = Annotated[str, StringConstraints(max_length=256)]
+Word = Annotated[str, StringConstraints(max_length=MAX_WORD_LENGTH)]
 
 
 class _Wire(BaseModel):

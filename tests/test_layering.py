@@ -13,7 +13,7 @@ LAYERS = (
     ("k3vl.demo",),
     ("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.constrain"),
     ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
-    ("k3vl.checkpoint", "k3vl.checkpoint_summary"),
+    ("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.parameters"),
     ("k3vl.kernels",),
     ("k3vl.types", "k3vl.config"),
     ("k3vl.errors",),

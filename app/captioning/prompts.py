@@ -82,11 +82,6 @@ class Prompts:
         """Whether an item gets more than one caption."""
         return self.draw == "all" and len(self.prompts) > 1
 
-    @property
-    def wants_caption(self) -> bool:
-        """Whether a template uses the old caption."""
-        return any("caption" in prompt.variables for prompt in self.prompts)
-
     def chosen(self, item: Item) -> tuple[Prompt, ...]:
         """The item's prompts; the same in every run with the same seed."""
         if self.draw == "all":

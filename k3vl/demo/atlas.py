@@ -12,7 +12,6 @@ import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,11 +106,6 @@ class Atlas:
     groups: tuple[str, ...]
     sprites: tuple[Sprite, ...]
     held: frozenset[int] = field(default=frozenset())
-
-    @cached_property
-    def name_set(self) -> frozenset[str]:
-        """For membership tests."""
-        return frozenset(self.names)
 
     @property
     def n_classes(self) -> int:

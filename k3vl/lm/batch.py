@@ -59,7 +59,6 @@ class Batch:
             [M] int64 and [M, D]; None without media.
         num_decodes: sequences of exactly one token, at the front.
         prefill_lens: rows of every other sequence, its padding among them.
-        prefill_context_lens: cached tokens of the same.
         cells: [KDA layers, B, H] int64, where every head's state lies.
         taps: [N, W] int64 and tails: [B, W-1] int64, for the short convolutions.
         padded: [P, T] int64 rows of the prefill sequences' tokens, padded with N (a zero row); T a
@@ -76,7 +75,6 @@ class Batch:
     features: torch.Tensor | None
     num_decodes: int
     prefill_lens: tuple[int, ...]
-    prefill_context_lens: tuple[int, ...]
     cells: torch.Tensor
     taps: torch.Tensor
     tails: torch.Tensor
@@ -119,7 +117,6 @@ def build_batch(rows: Sequence[Row], cache: HybridCache, *, conv_width: int) -> 
         features=torch.cat(features) if features else None,
         num_decodes=num_decodes,
         prefill_lens=tuple(lens[num_decodes:]),
-        prefill_context_lens=tuple(row.context_len for row in rows[num_decodes:]),
         cells=cache.cells([row.slot for row in rows]),
         taps=taps.to(device),
         tails=tails.to(device),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from k3vl.kernels.gated_norm import gated_norm
 from k3vl.kernels.kda import kda_decay, kda_decode, kda_prefill, kda_recurrent
 from k3vl.kernels.short_conv import short_conv
-from k3vl.lm.layers import linear, parameter
+from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig

@@ -8,24 +8,10 @@ import torch
 from torch import nn
 
 from k3vl.kernels.rms_norm import rms_norm
+from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def linear(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
-    """A bias-free projection with uninitialised weights [outputs, inputs]."""
-    layer: nn.Linear = nn.utils.skip_init(
-        nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device
-    )
-    return layer
-
-
-def parameter(
-    *shape: int, device: torch.device, dtype: torch.dtype = torch.float32
-) -> nn.Parameter:
-    """An uninitialised weight."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 class RMSNorm(nn.Module):

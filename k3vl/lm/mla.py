@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
-from k3vl.lm.layers import RMSNorm, linear, parameter
+from k3vl.lm.layers import RMSNorm
+from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from k3vl.kernels.situ import silu_glu, situ_glu
 from k3vl.lm.kda import KimiDeltaAttention
-from k3vl.lm.layers import GatedMLP, linear, parameter
+from k3vl.lm.layers import GatedMLP
 from k3vl.lm.mla import MultiHeadLatentAttention
 from k3vl.lm.moe import LatentMoE
 from k3vl.lm.residual import AttentionResidualStream, PlainStream, ReadWeights, Stream
+from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig

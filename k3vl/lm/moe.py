@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.lm.layers import GatedMLP, RMSNorm, linear, parameter
+from k3vl.lm.layers import GatedMLP, RMSNorm
+from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from torch import nn
 
 from k3vl.kernels.attn_residual import attn_residual
 from k3vl.kernels.rms_norm import rms_norm
-from k3vl.lm.layers import parameter
+from k3vl.parameters import parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig

@@ -13,6 +13,7 @@ from torch.nn.functional import gelu
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.rms_norm import rms_norm
+from k3vl.parameters import linear
 
 if TYPE_CHECKING:
     from k3vl.config import VisionConfig
@@ -34,8 +35,8 @@ class PatchMerger(nn.Module):
         super().__init__()
         merged, width = config.merged_size, config.text_hidden_size
         self.eps = config.projector_ln_eps
-        self.inner = _linear(merged, merged, dtype, device)
-        self.outer = _linear(merged, width, dtype, device)
+        self.inner = linear(merged, merged, dtype, device)
+        self.outer = linear(merged, width, dtype, device)
         self.norm = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
 
     def forward(self, merged: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,3 @@ class PatchMerger(nn.Module):
                 f"projector: input {tuple(merged.shape)}, weight {tuple(self.inner.weight.shape)}"
             )
         return rms_norm(self.outer(gelu(self.inner(merged))), self.norm, self.eps)
-
-
-def _linear(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, linear
+from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.vision_attention import vision_attention
 from k3vl.kernels.vision_pos import resize_position_table, rotary_table, rotate, temporal_rows
+from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,12 +64,12 @@ class VisionTower(nn.Module):
         self.eps = eps
         width, patch = config.vt_hidden_size, config.patch_size
         table = (config.init_pos_emb_height, config.init_pos_emb_width, width)
-        self.patch_weight = _parameter((width, 3, patch, patch), dtype, device)
-        self.position_table = _parameter(table, dtype, device)
+        self.patch_weight = parameter(width, 3, patch, patch, dtype=dtype, device=device)
+        self.position_table = parameter(*table, dtype=dtype, device=device)
         self.blocks = nn.ModuleList(
             VisionBlock(config, dtype, device, eps) for _ in range(config.vt_num_hidden_layers)
         )
-        self.final_norm = _parameter((width,), dtype, device)
+        self.final_norm = parameter(width, dtype=dtype, device=device)
         moments = torch.tensor([media.image_mean, media.image_std], device=device)
         self.register_buffer("mean", moments[0, :, None, None], persistent=False)
         self.register_buffer("std", moments[1, :, None, None], persistent=False)
@@ -93,7 +94,7 @@ class VisionTower(nn.Module):
         """
         self._check(patches, grids)
         lengths = [frames * rows * columns for frames, rows, columns in grids]
-        x = linear(self._normalise(patches).flatten(1), self.patch_weight.flatten(1))
+        x = F.linear(self._normalise(patches).flatten(1), self.patch_weight.flatten(1))
         x = x + self._positions(grids).to(x.dtype)
         rotary = torch.cat([self._rotation(grid) for grid in grids])
         for block in self.blocks:
@@ -165,12 +166,12 @@ class VisionBlock(nn.Module):
         )
         self.heads = config.vt_num_attention_heads
         self.eps = eps
-        self.attention_norm = _parameter((width,), dtype, device)
-        self.mlp_norm = _parameter((width,), dtype, device)
-        self.qkv = _linear(width, 3 * qkv, dtype, device)
-        self.out = _linear(qkv, width, dtype, device)
-        self.up = _linear(width, inner, dtype, device)
-        self.down = _linear(inner, width, dtype, device)
+        self.attention_norm = parameter(width, dtype=dtype, device=device)
+        self.mlp_norm = parameter(width, dtype=dtype, device=device)
+        self.qkv = linear(width, 3 * qkv, dtype, device)
+        self.out = linear(qkv, width, dtype, device)
+        self.up = linear(width, inner, dtype, device)
+        self.down = linear(inner, width, dtype, device)
 
     def forward(
         self, x: torch.Tensor, rotary: torch.Tensor, lengths: Sequence[int]
@@ -183,7 +184,7 @@ class VisionBlock(nn.Module):
         mixed = vision_attention(q, k, v, lengths)
         x = x + self.out(mixed.flatten(1))
         hidden = self.up(rms_norm(x, self.mlp_norm, self.eps))
-        return x + self.down(gelu(hidden, approximate="tanh"))
+        return x + self.down(F.gelu(hidden, approximate="tanh"))
 
 
 def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -200,13 +201,3 @@ def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     cells = x.view(frames, rows // _MERGE, _MERGE, columns // _MERGE, _MERGE, -1)
     pooled = cells.mean(0).transpose(1, 2)  # [h/2, w/2, 2, 2, D]
     return pooled.reshape(rows * columns // _MERGE**2, -1)
-
-
-def _parameter(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
-) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-
-
-def _linear(inputs: int, outputs: int, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=dtype, device=device)
