@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("k3vl.app", "k3vl.__main__"),
-    ("k3vl.demo",),
+    ("k3vl.demo", "k3vl.hf"),
     ("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.constrain"),
     ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
     ("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.parameters"),
@@ -19,7 +19,7 @@ LAYERS = (
     ("k3vl.errors",),
 )
 """From top to bottom."""
-SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm")
+SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm", "k3vl.demo", "k3vl.hf")
 SOURCES = {"k3vl": "k3vl", "kernels": "k3vl.kernels", "app": "k3vl.app"}
 """Real folders -> package names; the links inside k3vl are skipped."""
 
@@ -72,6 +72,17 @@ def test_imports_point_down(path: Path, name: str) -> None:
     assert [v for target in imported(path) if (v := violation(name, target))] == []
 
 
+def test_only_the_adapter_knows_transformers() -> None:
+    users = {
+        name
+        for path, name in modules()
+        for t in imported(path)
+        if t.split(".")[0] == "transformers"
+    }
+    assert users
+    assert all(name.startswith("k3vl.hf") for name in users)
+
+
 def test_every_module_has_a_place() -> None:
     assert [name for _, name in modules() if part_of(name) is None and name != "k3vl"] == []
 
@@ -82,6 +93,8 @@ def test_every_module_has_a_place() -> None:
         ("k3vl.xtml.render", "k3vl.vision.plan"),
         ("k3vl.kernels.kda", "k3vl.lm.batch.Batch"),
         ("k3vl.lm.model", "k3vl.pipeline.Pipeline"),
+        ("k3vl.load", "k3vl.hf"),
+        ("k3vl.hf.modeling", "k3vl.demo.geometry"),
         ("k3vl.errors", "k3vl.types"),
     ],
 )
