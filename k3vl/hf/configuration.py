@@ -18,6 +18,8 @@ class KimiK3TextConfig(PreTrainedConfig):
     model_type = "kimi_linear"
     base_config_key = "text_config"
 
+    rope_scaling: Any = None  # K3's files say null; the base class warns of the name
+
 
 class KimiK3VisionConfig(PreTrainedConfig):
     """``vision_config``, likewise."""
