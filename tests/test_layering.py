@@ -62,7 +62,8 @@ def violation(module: str, target: str) -> str | None:
         return None
     if theirs[0] < mine[0]:
         return f"{module} imports {target}, which lies above it"
-    if mine[1] != theirs[1] and mine[1] in SIBLINGS and theirs[1] in SIBLINGS:
+    same_layer = mine[0] == theirs[0] and mine[1] != theirs[1]
+    if same_layer and mine[1] in SIBLINGS and theirs[1] in SIBLINGS:
         return f"{module} imports {target}, its sibling"
     return None
 
