@@ -15,17 +15,17 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from k3vl.checkpoint import CheckpointReader, save_checkpoint
+from k3vl.checkpoint import save_checkpoint
 from k3vl.config import load_media_config
 from k3vl.errors import ConfigError, ShapeError
 from k3vl.hf.cache import KimiK3Cache
 from k3vl.hf.configuration import KimiK3Config
 from k3vl.hf.passes import decode, prefill
-from k3vl.lm.weights import load_model, stored_tensors
-from k3vl.load import choose_device
+from k3vl.lm.weights import stored_tensors
+from k3vl.load import WeightLoader, choose_device
 from k3vl.types import EncoderItem
 from k3vl.vision.encoder import VisionEncoder
-from k3vl.vision.weights import load_vision, placements
+from k3vl.vision.weights import placements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,14 +111,15 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         parsed = config.parse()
         device = _device(device_map)
         weights = _dtype(dtype, device)
-        reader = CheckpointReader(directory)
-        media = load_media_config(directory)
-        tower, projector = load_vision(reader, parsed.vision, media, dtype=weights, device=device)
+        loader = WeightLoader(
+            config=parsed, media=load_media_config(directory), dtype=weights, device=device
+        )
+        language_model, encoder = loader.load(directory)
         model = cls(
             config,
-            language_model=load_model(reader, parsed.text, dtype=weights, device=device),
-            vision_tower=tower,
-            mm_projector=projector,
+            language_model=language_model,
+            vision_tower=encoder.tower,
+            mm_projector=encoder.projector,
         )
         model.train(mode=False)
         model.name_or_path = str(directory)

@@ -91,8 +91,7 @@ def _run(
     rows: Sequence[Row],
     logit_rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    width = model.config.linear_attn_config.short_conv_kernel_size
-    batch = build_batch(rows, cache.hybrid, conv_width=width)
+    batch = build_batch(rows, cache.hybrid)
     if logit_rows is not None:
         where = torch.tensor(logit_rows, dtype=torch.int64, device=batch.token_ids.device)
         batch = replace(batch, logit_rows=where)

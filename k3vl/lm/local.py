@@ -8,21 +8,40 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from k3vl.errors import BackendError, Cancelled
+from k3vl.errors import BackendError, Cancelled, RequestError
+from k3vl.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from k3vl.errors import K3VLError
-    from k3vl.lm.backend import Token
+    from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.engine import Engine
+    from k3vl.lm.model import K3Model
     from k3vl.lm.stats import EngineStats
-    from k3vl.types import Prompt, SamplingParams
+    from k3vl.types import Prompt
+
+    Sink: TypeAlias = Callable[[Token | K3VLError], None]
+
+ScoreMethod: TypeAlias = Literal["prefill", "decode"]
+InFlight: TypeAlias = Literal["finish", "cancel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """Weights that wait for the requests before them to end."""
+
+    model: K3Model
+    encoder: Encoder
+    done: Future[None] = field(default_factory=Future)
 
 
 class LocalBackend:
@@ -33,6 +52,9 @@ class LocalBackend:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = count()
+        # Both are the engine thread's: weights that wait, and requests that wait for them.
+        self._updates: list[_Update] = []
+        self._held: dict[int, tuple[Callable[[], None], Sink]] = {}
         self._death: BaseException | None = None
         self._closed = threading.Event()
         # Guards the order of "is it alive" and "enqueue", so that no command is left unread.
@@ -46,18 +68,81 @@ class LocalBackend:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        sink: Callable[[Token | K3VLError], None],
+        sink: Sink,
     ) -> int:
         """See :class:`k3vl.lm.backend.Backend`."""
         self._engine.admissible(prompt, sampling)
         request_id = next(self._ids)
-        self._send(lambda: self._engine.add(request_id, prompt, sampling, sink))
+        self._enter(request_id, partial(self._engine.add, request_id, prompt, sampling, sink), sink)
         return request_id
+
+    def score(
+        self,
+        prompt: Prompt,
+        token_ids: Sequence[int],
+        sink: Sink,
+        *,
+        method: ScoreMethod = "prefill",
+    ) -> int:
+        """Ask how likely an answer is.
+
+        Args:
+            prompt: what the answer follows.
+            token_ids: the answer.
+            sink: as of :meth:`submit`; gets every token of the answer with its log-probability.
+            method: ``prefill`` runs the answer as if it belonged to the prompt, page by page: fast,
+                and to the last bit the same in any company, but not the bits of decoding.
+                ``decode`` runs it token by token: as slow as generating it, and to the last bit
+                what generating reports (with ``exact_decode``; without, while nothing else
+                decodes).
+
+        Returns:
+            The request's number.
+
+        Raises:
+            RequestError: the answer is empty, not of the vocabulary, or longer than the context.
+            CapacityError: it can never fit into the cache.
+            BackendError: the engine is dead.
+        """
+        if not token_ids:
+            raise RequestError("there are no tokens to score", param="token_ids")
+        self._engine.check_tokens(token_ids)
+        room = self._engine.admissible(prompt, SamplingParams(max_tokens=len(token_ids)))
+        if room < len(token_ids):
+            raise RequestError(
+                f"{len(token_ids)} tokens to score, the context has room for {room}",
+                param="token_ids",
+                code="context_length_exceeded",
+            )
+        request_id = next(self._ids)
+        add = self._engine.add_scored if method == "prefill" else self._engine.add_forced
+        self._enter(request_id, partial(add, request_id, prompt, token_ids, sink), sink)
+        return request_id
+
+    def update(self, model: K3Model, encoder: Encoder, *, in_flight: InFlight = "finish") -> None:
+        """Go on with other weights; returns when they are in use.
+
+        They come between two steps, when no request is left that began with the old ones. A request
+        never sees both. What comes after this call waits for the new weights. Prefixes, checkpoints
+        and media features of the old ones are dropped.
+
+        Args:
+            model: of the same configuration, dtype and device as the running one.
+            encoder: likewise.
+            in_flight: let requests that are in the engine ``finish``, or ``cancel`` them.
+
+        Raises:
+            BackendError: the engine is dead, or dies before it is done.
+            Cancelled: the engine is closed before it is done.
+        """
+        update = _Update(model=model, encoder=encoder)
+        self._send(lambda: self._announce(update, in_flight))
+        update.done.result()
 
     def cancel(self, request_id: int) -> None:
         """See :class:`k3vl.lm.backend.Backend`."""
         try:
-            self._send(lambda: self._engine.cancel(request_id))
+            self._send(lambda: self._cancel(request_id))
         except BackendError:
             return  # it has ended already
 
@@ -79,6 +164,9 @@ class LocalBackend:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _enter(self, request_id: int, start: Callable[[], None], sink: Sink) -> None:
+        self._send(lambda: self._start(request_id, start, sink))
+
     def _send(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._death is not None:
@@ -95,10 +183,51 @@ class LocalBackend:
                 torch.set_num_threads(self._engine.config.num_threads)
             while self._obey(wait=not self._engine.jobs):
                 self._engine.step()
+                self._apply_updates()
         except BaseException as exc:  # noqa: BLE001 - whatever it was, callers must hear of it
             self._die(exc)
         else:
-            self._engine.fail_all(Cancelled("the engine was closed"))
+            self._fail_all(Cancelled("the engine was closed"))
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _start(self, request_id: int, start: Callable[[], None], sink: Sink) -> None:
+        """Add a request, or keep it for the weights that are about to come."""
+        if self._updates:
+            self._held[request_id] = (start, sink)
+        else:
+            start()
+
+    def _cancel(self, request_id: int) -> None:
+        if (held := self._held.pop(request_id, None)) is not None:
+            held[1](Cancelled("the request was cancelled"))
+        else:
+            self._engine.cancel(request_id)
+
+    def _announce(self, update: _Update, in_flight: InFlight) -> None:
+        self._updates.append(update)
+        if in_flight == "cancel":
+            self._engine.fail_all(Cancelled("the weights are being updated"))
+
+    def _apply_updates(self) -> None:
+        """Bring in the weights that wait, once the last request before them has ended."""
+        if not self._updates or self._engine.jobs:
+            return
+        while self._updates:  # one leaves the list when it is done: if this dies, _fail_all ends it
+            self._engine.update(self._updates[0].model, self._updates[0].encoder)
+            self._updates.pop(0).done.set_result(None)
+        while self._held:
+            start, _ = self._held.pop(next(iter(self._held)))
+            start()
+
+    def _fail_all(self, error: K3VLError) -> None:
+        """End everything that runs or waits."""
+        self._engine.fail_all(error)
+        for _, sink in self._held.values():
+            sink(error)
+        for update in self._updates:
+            update.done.set_exception(error)
+        self._held, self._updates = {}, []
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out commands, waiting for the first when idle; False once closed."""
@@ -121,4 +250,4 @@ class LocalBackend:
             command = self._commands.get()
             if command is not None:
                 command()
-        self._engine.fail_all(error)
+        self._fail_all(error)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from k3vl.checkpoint import CheckpointReader, save_checkpoint
 from k3vl.lm.batch import Row
 from k3vl.lm.weights import load_model, stored_tensors
-from tests.tiny import CPU, KIMI_LINEAR, Runner, tiny_model, tokens
+from tests.tiny import CPU, KIMI_LINEAR, REFERENCE, Runner, tiny_model, tokens
 
 TOLERANCE = 2e-4
 """Logits spread over +-5; what is left is rounding (transformers chunks by 64, we by 16)."""
@@ -61,7 +61,7 @@ def theirs(directory):
 @pytest.fixture(scope="module")
 def ours(directory):
     reader = CheckpointReader(directory / "ours")
-    return load_model(reader, KIMI_LINEAR, dtype=torch.float32, device=CPU)
+    return load_model(reader, KIMI_LINEAR, REFERENCE, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("length", [1, 16, 61, 200])
