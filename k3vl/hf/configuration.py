@@ -7,9 +7,35 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedConfig
 
 from k3vl.config import parse_config
+from k3vl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from k3vl.config import K3Config
+
+
+_DOWNLOADS = frozenset(
+    {
+        *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies"),
+        *("revision", "subfolder", "token", "trust_remote_code", "use_safetensors"),
+        *("adapter_kwargs", "low_cpu_mem_usage", "weights_only"),
+        *("_commit_hash", "_from_auto", "_from_pipeline"),
+    }
+)
+
+
+def refuse(where: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that have a meaning in transformers and none here.
+
+    Those that only concern downloads, or how a file is read, are let pass.
+
+    Raises:
+        ConfigError: names them.
+    """
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(given - _DOWNLOADS):
+        raise ConfigError(f"{where}: {', '.join(unknown)}: not supported")
 
 
 class KimiK3TextConfig(PreTrainedConfig):

@@ -19,7 +19,7 @@ from k3vl.checkpoint import save_checkpoint
 from k3vl.config import load_media_config
 from k3vl.errors import ConfigError, ShapeError
 from k3vl.hf.cache import KimiK3Cache
-from k3vl.hf.configuration import KimiK3Config
+from k3vl.hf.configuration import KimiK3Config, refuse
 from k3vl.hf.passes import decode, prefill
 from k3vl.lm.weights import stored_tensors
 from k3vl.load import WeightLoader, choose_device
@@ -37,14 +37,8 @@ if TYPE_CHECKING:
     from k3vl.vision.projector import PatchMerger
     from k3vl.vision.tower import VisionTower
 
-_HUB_OPTIONS = frozenset(
-    {
-        *("cache_dir", "code_revision", "force_download", "local_files_only", "revision", "token"),
-        *("trust_remote_code", "use_safetensors", "low_cpu_mem_usage", "weights_only"),
-        *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "output_loading_info"),
-    }
-)
-"""Options of ``from_pretrained`` that mean nothing for a local directory of safetensors."""
+_REFUSED = ("labels", "inputs_embeds", "output_attentions", "output_hidden_states")
+"""Inputs of ``forward`` in transformers that would change its result, and do not here."""
 
 
 class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
@@ -101,9 +95,7 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 honoured.
             WeightError: the tensors are not those of the configuration.
         """
-        unknown = [name for name in options.keys() - _HUB_OPTIONS if options[name] is not None]
-        if unknown:
-            raise ConfigError(f"from_pretrained: {', '.join(sorted(unknown))}: not supported")
+        refuse("from_pretrained", options)
         directory = Path(pretrained_model_name_or_path)
         if not directory.is_dir():
             raise ConfigError(f"{directory}: no such directory; fetch the repository first")
@@ -136,9 +128,7 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             ConfigError: an option that cannot be honoured.
             WeightError: the directory holds weights, or cannot be written.
         """
-        unknown = [name for name, value in options.items() if value is not None]
-        if unknown:
-            raise ConfigError(f"save_pretrained: {', '.join(sorted(unknown))}: not supported")
+        refuse("save_pretrained", options)
         directory = Path(save_directory)
         tensors = stored_tensors(self.language_model)
         places = placements(self.vision_tower, self.mm_projector)
@@ -166,7 +156,7 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         image_grid_thw: torch.Tensor | None = None,
         use_cache: bool = True,
         logits_to_keep: int | torch.Tensor = 0,
-        **_: Any,
+        **options: Any,
     ) -> CausalLMOutputWithPast:
         """Advance a batch.
 
@@ -179,17 +169,24 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             image_grid_thw: [items, 3] frames, patch rows and patch columns.
             use_cache: return the cache.
             logits_to_keep: only the last so many columns' logits (0: all), or those of indices.
+            options: nothing that would change the result.
 
         Returns:
             float32 logits [B, kept, vocab], 0 at padding.
 
         Raises:
-            ShapeError: pads and media do not agree.
+            ConfigError: another kind of cache, or an input that cannot be honoured.
+            ShapeError: pads and media do not agree, or the cache is of another batch.
         """
+        refuse("forward", {name: options.get(name) for name in _REFUSED})
         batch, columns = input_ids.shape
         if cache is None:
             text = self.parsed.text
             cache = KimiK3Cache(text, batch, dtype=self.dtype, device=self.device)
+        elif not isinstance(cache, KimiK3Cache):
+            raise ConfigError(f"cache: a KimiK3Cache is needed, not a {type(cache).__name__}")
+        if cache.batch_size != batch:
+            raise ShapeError(f"the cache has {cache.batch_size} sequences, the input {batch}")
         rows = _tokens(input_ids, attention_mask)
         kept = torch.arange(columns, device="cpu")
         if isinstance(logits_to_keep, torch.Tensor):
@@ -198,7 +195,7 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
             kept = kept[-logits_to_keep:]
         media = self._place_media(rows, pixel_values, image_grid_thw)
         logits = torch.zeros(batch, len(kept), self.parsed.text.vocab_size, device=self.device)
-        if columns == 1 and cache.get_seq_length() and not any(media):
+        if columns == 1 and cache.get_seq_length() and all(rows) and not any(media):
             logits[:, 0] = decode(self.language_model, cache, [row[0][1] for row in rows])
         else:
             for index, row in enumerate(rows):

@@ -20,6 +20,7 @@ from transformers import BatchFeature, ProcessorMixin
 
 from k3vl.config import load_media_config
 from k3vl.errors import ConfigError, MediaError, TemplateError
+from k3vl.hf.configuration import refuse
 from k3vl.hf.tokenization import KimiK3Tokenizer
 from k3vl.load import load_chat_defaults
 from k3vl.types import MediaPart, Message
@@ -75,13 +76,17 @@ class KimiK3Processor(ProcessorMixin):
 
     @classmethod
     def from_pretrained(  # type: ignore[override] # a directory only
-        cls, pretrained_model_name_or_path: str | PathLike[str], **_: Any
+        cls, pretrained_model_name_or_path: str | PathLike[str], **options: Any
     ) -> Self:
         """Read the vocabulary, the media settings and the chat options of a directory.
 
         Raises:
-            ConfigError: no such directory, or a file is missing or not understood.
+            ConfigError: no such directory, a file is missing or not understood, or an option cannot
+                be honoured.
         """
+        # pipeline() hands the model's options to its processor as well.
+        own = {n: value for n, value in options.items() if n not in ("dtype", "device_map")}
+        refuse("from_pretrained", own)
         directory = Path(pretrained_model_name_or_path)
         if not directory.is_dir():
             raise ConfigError(f"{directory}: no such directory; fetch the repository first")
@@ -99,8 +104,7 @@ class KimiK3Processor(ProcessorMixin):
         Raises:
             ConfigError: an option that cannot be honoured.
         """
-        if unknown := [name for name, value in options.items() if value]:
-            raise ConfigError(f"save_pretrained: {', '.join(sorted(unknown))}: not supported")
+        refuse("save_pretrained", options)
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         saved = list(self.tokenizer.save_pretrained(directory))

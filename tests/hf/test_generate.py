@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    DynamicCache,
     TextIteratorStreamer,
     pipeline,
 )
@@ -149,6 +150,39 @@ def test_a_cache_continues_where_it_stopped(processor, model) -> None:
     assert rest.cache.get_seq_length() == cut + 5
 
 
+def test_a_cache_grows_and_is_used_again(processor, model, monkeypatch) -> None:
+    monkeypatch.setattr("k3vl.hf.cache._FIRST_UNITS", 0)  # every page but the first must be made
+    ids = inputs(processor, MIXED)
+    made = model(**ids)
+    units = made.cache.hybrid.sizes.num_units
+    monkeypatch.undo()
+    roomy = model(**ids)
+    assert units < roomy.cache.hybrid.sizes.num_units
+    assert torch.equal(made.logits, roomy.logits)
+    made.cache.reset()
+    assert made.cache.get_seq_length() == 0
+    assert torch.equal(model(**ids, cache=made.cache).logits, roomy.logits)
+    assert made.cache.hybrid.sizes.num_units == units
+
+
+def test_sequences_of_a_cache_are_copied_and_selected(processor, model) -> None:
+    cache = model(**inputs(processor, [TEXT, IMAGE])).cache
+    cache.batch_repeat_interleave(2)  # both copies of a sequence must go their own way
+    sequences = list(zip((TEXT, TEXT, IMAGE, IMAGE), (5, 6, 7, 8), strict=True))
+    chosen = [3, 0]
+    steps = torch.tensor([[token] for _, token in sequences])
+    four = model(input_ids=steps, cache=cache).logits
+    cache.batch_select_indices(torch.tensor(chosen))
+    two = model(input_ids=torch.tensor([[9], [9]]), cache=cache).logits
+    for row, (messages, token) in enumerate(sequences):
+        own = model(**inputs(processor, messages)).cache
+        alone = model(input_ids=torch.tensor([[token]]), cache=own).logits[0]
+        torch.testing.assert_close(alone, four[row], rtol=0, atol=2e-3)
+        if row in chosen:
+            alone = model(input_ids=torch.tensor([[9]]), cache=own).logits[0]
+            torch.testing.assert_close(alone, two[chosen.index(row)], rtol=0, atol=2e-3)
+
+
 def test_logits_to_keep(processor, model) -> None:
     ids = inputs(processor, TEXT)
     whole = model(**ids).logits
@@ -252,6 +286,15 @@ def test_what_is_not_supported_is_refused(directory, model, processor, tmp_path)
         k3vl.hf.KimiK3ForConditionalGeneration.from_pretrained(tmp_path / "none")
     with pytest.raises(ConfigError, match="cache_implementation static"):
         model.generate(**inputs(processor, TEXT), max_new_tokens=2, cache_implementation="static")
+    ids = inputs(processor, TEXT)
+    with pytest.raises(ConfigError, match="labels: not supported"):
+        model(**ids, labels=ids["input_ids"])
+    with pytest.raises(ConfigError, match="not a DynamicCache"):
+        model(**ids, cache=DynamicCache())
+    with pytest.raises(ShapeError, match="the cache has 1 sequences, the input 2"):
+        model(input_ids=ids["input_ids"].repeat(2, 1), cache=model(**ids).cache)
+    with pytest.raises(ConfigError, match="min_pixels: not supported"):
+        AutoProcessor.from_pretrained(directory, min_pixels=4)
     with pytest.raises(NotImplementedError, match="cropped"):
         model(**inputs(processor, TEXT)).cache.crop(1)
 
