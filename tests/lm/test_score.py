@@ -101,16 +101,28 @@ def test_a_known_prompt_is_not_computed_again(alone) -> None:
     assert inbox.items[0].cached_tokens == 32
 
 
-def test_a_preempted_score_is_reported_once(alone) -> None:
-    units = engine().cache.sizes
-    tight = (2 * units.units_per_slot + 9) * units.unit_bytes
-    runner = engine(cache_bytes=tight, max_requests=2, prefill_chunk=16, max_step_tokens=17)
-    first, second = Inbox(), Inbox()
-    runner.add(0, prompt(4, length=20), SamplingParams(max_tokens=60, stop_ids=()), first)
-    runner.step()
-    runner.add_scored(1, PROMPT, ANSWER, second)
-    run(runner, first, second)
-    assert scores(second) == alone
+def test_a_preempted_score_is_reported_once() -> None:
+    """Four answers grow beside it until their pages are taken from it."""
+    answer = tuple(tokens(1000, seed=98))
+    expected = scored(engine(cache_bytes=2**21), answer=answer)
+    sizes = engine().cache.sizes
+    units = 5 * sizes.units_per_slot + 4 * sizes.pages(20) + sizes.pages(41 + 1000) + 6
+    runner = engine(
+        cache_bytes=units * sizes.unit_bytes, max_requests=5, prefill_chunk=16, max_step_tokens=20
+    )
+    others, inbox = [Inbox() for _ in range(4)], Inbox()
+    for i, other in enumerate(others):
+        asked = Prompt(tuple(tokens(20, seed=40 + i)))
+        runner.add(i, asked, SamplingParams(max_tokens=100), other)
+    for _ in range(9):
+        runner.step()
+    runner.add_scored(9, PROMPT, answer, inbox)
+    while not runner.scheduler.counts.preemptions:
+        runner.step()
+    assert 0 < len(inbox.items) < len(answer)
+    run(runner, inbox, *others)
+    assert inbox.ids == list(answer)
+    assert scores(inbox) == expected
 
 
 def test_a_backend_scores_and_refuses() -> None:
