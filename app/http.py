@@ -19,7 +19,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from k3vl.app.replies import dump, error_json
-from k3vl.errors import BackendError, Cancelled, CapacityError, K3VLError, RequestError
+from k3vl.app.sse import event
+from k3vl.errors import (
+    BackendAnswerError,
+    BackendError,
+    BackendTimeoutError,
+    BackendUnavailableError,
+    Cancelled,
+    CapacityError,
+    K3VLError,
+    RequestError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,6 +84,10 @@ def describe(exc: Exception) -> Response:
             return error_response(
                 503, "the server is stopping", kind="server_error", code="stopping"
             )
+        case BackendAnswerError() | BackendUnavailableError() | BackendTimeoutError():
+            log.error(json.dumps({"event": "backend_error", "error": str(exc)}))
+            status, code = _BACKEND[type(exc)]
+            return error_response(status, str(exc), kind="server_error", code=code)
         case BackendError():
             log.error(json.dumps({"event": "backend_error", "error": type(exc.__cause__).__name__}))
             return error_response(
@@ -96,6 +110,18 @@ _CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
+
+
+_BACKEND = {
+    BackendAnswerError: (502, "backend_failed"),
+    BackendUnavailableError: (503, "backend_unavailable"),
+    BackendTimeoutError: (504, "backend_timeout"),
+}
+
+
+def error_event(exc: Exception) -> bytes:
+    """The same, as an event in a stream that has begun."""
+    return event(bytes(describe(exc).body))
 
 
 async def handle(_: Request, exc: Exception) -> Response:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from k3vl.app.engines import EmbeddedEngine
 from k3vl.app.openai import Limits
 from k3vl.app.server import LOCAL_ADDRESSES, ServerSettings, serve
 from k3vl.config import checkpoint_path
@@ -86,7 +87,7 @@ def launch(options: ServeOptions) -> None:
     )
     policy = fetch_policy(options)
     with Pipeline.load(options.model, device=options.device, policy=policy) as pipeline:
-        serve(pipeline, settings)
+        serve(EmbeddedEngine(pipeline), settings)
 
 
 def fetch_policy(options: ServeOptions) -> FetchPolicy:

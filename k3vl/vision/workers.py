@@ -24,6 +24,7 @@ from k3vl.vision.worker import read_frame, settings_header, write_frame
 if TYPE_CHECKING:
     from k3vl.types import MediaPart
     from k3vl.vision.processor import MediaProcessor
+    from k3vl.vision.worker import MediaForm
 
 MAX_FETCHES = 16
 ABANDONED_SECONDS = 1.0
@@ -104,11 +105,16 @@ def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
         patches = np.frombuffer(blob, np.uint8, size, offset).reshape(shape)
         items.append(EncoderItem(digest, patches, tuple(grid), num_tokens))
         offset += size
+    urls = []
+    for size in header["url_lengths"]:
+        urls.append(str(memoryview(blob)[offset : offset + size], "ascii"))
+        offset += size
     return ProcessedMedia(
         layout=MediaLayout(layout["kind"], layout["width"], layout["height"], groups),
         items=tuple(items),
         frame_times=tuple(header["frame_times"]),
         warnings=tuple(header["warnings"]),
+        urls=tuple(urls),
     )
 
 
@@ -117,6 +123,7 @@ class MediaWorkers:
 
     Args:
         processor: whose settings the workers take; its policy also rules the fetches.
+        form: what they make.
         num_workers: processes.
         max_seconds: for one part, fetching and waiting not counted.
         max_jobs: parts under way or waiting; more are refused.
@@ -126,6 +133,7 @@ class MediaWorkers:
         self,
         processor: MediaProcessor,
         *,
+        form: MediaForm = "patches",
         num_workers: int = 2,
         max_seconds: float = 60.0,
         max_jobs: int = 1024,
@@ -133,7 +141,9 @@ class MediaWorkers:
         self._processor = processor
         policy = processor.policy
         root = policy.file_root if "file" in policy.schemes else None
-        self._settings = settings_header(processor.config, processor.limits, root, policy.max_bytes)
+        self._settings = settings_header(
+            processor.config, processor.limits, root, policy.max_bytes, form
+        )
         self._max_seconds, self._max_jobs = max_seconds, max_jobs
         self._idle = [_Worker(self._settings) for _ in range(num_workers)]
         self._free = asyncio.Semaphore(num_workers)

@@ -159,7 +159,7 @@ def test_the_queue_is_bounded_and_drains(held) -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "engine_overloaded"
-        answer = ids(server.pipeline, "yes")
+        answer = ids(server.engine.pipeline, "yes")
         while not all(job.done() for job in jobs):
             backend.send(*answer, finish="stop")
             time.sleep(0.01)
@@ -174,7 +174,7 @@ def test_leaving_a_stream_frees_its_generation(held) -> None:
     backend, url, server = held
     with streaming(url, ask("x", n=2)) as reply:
         until(lambda: len(backend.sinks) == 2)
-        backend.send(*ids(server.pipeline, "word")[:1])
+        backend.send(*ids(server.engine.pipeline, "word")[:1])
         next(reply.iter_lines())
     until(lambda: not backend.sinks)
     until(lambda: idle(url))
@@ -229,7 +229,7 @@ def test_leaving_during_a_fetch_closes_the_fetch(held) -> None:
 
 def storm(url: str, backend: HeldBackend, server, num_requests: int) -> None:
     """Clients that come and leave at any moment."""
-    answer = ids(server.pipeline, "a few words to stream")
+    answer = ids(server.engine.pipeline, "a few words to stream")
     ended = threading.Event()
 
     def play() -> None:
@@ -278,7 +278,7 @@ def test_a_storm_of_disconnects_leaves_nothing(num_requests: int) -> None:
         with ThreadPoolExecutor(1) as pool:
             job = pool.submit(post, url, ask("x"))
             until(lambda: len(backend.sinks) == 1)
-            backend.send(*ids(server.pipeline, "yes"), finish="stop")
+            backend.send(*ids(server.engine.pipeline, "yes"), finish="stop")
             assert job.result().status_code == 200
     assert len(psutil.Process().children()) < children
 
