@@ -85,8 +85,8 @@ def describe(exc: Exception) -> Response:
                 503, "the server is stopping", kind="server_error", code="stopping"
             )
         case BackendAnswerError() | BackendUnavailableError() | BackendTimeoutError():
-            log.error(json.dumps({"event": "backend_error", "error": str(exc)}))
-            status, code = _BACKEND[type(exc)]
+            status, code = _BACKEND[type(exc)]  # its words stay out of the log: they may quote
+            log.error(json.dumps({"event": "backend_error", "error": code}))
             return error_response(status, str(exc), kind="server_error", code=code)
         case BackendError():
             log.error(json.dumps({"event": "backend_error", "error": type(exc.__cause__).__name__}))
