@@ -195,6 +195,7 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
 @_count("--default-max-tokens", 1024, "Length of answers where the request names none.")
 @_count("--media-workers", 2, "Processes that decode media.")
 @click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
+@_count("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
 @_count("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
 def serve(**options: Any) -> None:
     """Serve the OpenAI-compatible API: /v1/chat/completions, /v1/models, /v1/tokenize.

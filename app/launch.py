@@ -59,6 +59,7 @@ class ServeOptions:
     default_max_tokens: int
     media_workers: int
     media_seconds: float
+    media_memory_mib: int
     shutdown_seconds: int
 
 
@@ -127,6 +128,7 @@ def server_settings(
         max_body_bytes=options.max_body_mib * 2**20,
         media_workers=options.media_workers,
         media_seconds=options.media_seconds,
+        media_memory=options.media_memory_mib * 2**20,
         shutdown_seconds=options.shutdown_seconds,
         sampling=sampling,
     )

@@ -40,7 +40,7 @@ from k3vl.app.sse import send_events, until_disconnect
 from k3vl.errors import Cancelled
 from k3vl.types import SamplingParams
 from k3vl.vision.limits import DETAIL_PATCHES
-from k3vl.vision.workers import MediaWorkers
+from k3vl.vision.workers import DEFAULT_MEMORY, MediaWorkers
 
 if TYPE_CHECKING:
     import socket
@@ -79,6 +79,7 @@ class ServerSettings:
         max_body_bytes, max_bodies_bytes: of one request body, and of all together.
         media_workers: decoding processes.
         media_seconds: longest decoding of one media part.
+        media_memory: bytes that one decoding process may have.
         shutdown_seconds: how long running answers may go on once the server is to stop.
         sampling: where a request says nothing.
     """
@@ -96,6 +97,7 @@ class ServerSettings:
     max_bodies_bytes: int = 512 * 2**20
     media_workers: int = 2
     media_seconds: float = 60.0
+    media_memory: int = DEFAULT_MEMORY
     shutdown_seconds: int = 30
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
@@ -155,6 +157,7 @@ class Server:
             form=self.engine.media_form,
             num_workers=settings.media_workers,
             max_seconds=settings.media_seconds,
+            max_memory=settings.media_memory,
         )
         limits = ServiceLimits(
             request=settings.limits,

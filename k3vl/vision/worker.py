@@ -24,6 +24,11 @@ from k3vl.vision.portable import portable
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import FetchPolicy
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -76,6 +81,7 @@ def settings_header(
     file_root: Path | None,
     max_bytes: int,
     form: MediaForm,
+    max_memory: int,
 ) -> dict[str, Any]:
     """The first frame: what to process by."""
     return {
@@ -84,6 +90,7 @@ def settings_header(
         "file_root": None if file_root is None else str(file_root),
         "max_bytes": max_bytes,
         "form": form,
+        "max_memory": max_memory,
     }
 
 
@@ -114,6 +121,9 @@ def answer(
             media = portable(processor, part, whole_clips=form == "clips")
     except MediaError as exc:
         return {"error": str(exc), "code": exc.code}, ()
+    except MemoryError:
+        what = f"{part.kind}: needs more memory than is allowed for decoding"
+        return {"error": what, "code": "media_too_large"}, ()
     except Exception as exc:  # noqa: BLE001 - a defect of ours or of a library ends one part
         what = f"{part.kind}: cannot be processed ({type(exc).__name__})"
         return {"error": what, "code": f"{part.kind}_failed"}, ()
@@ -135,6 +145,16 @@ def describe(media: ProcessedMedia) -> dict[str, Any]:
     }
 
 
+def limit_memory(size: int) -> None:
+    """Let this process write to no more memory than this.
+
+    ``RLIMIT_DATA`` counts what is really private and writable; an address space limit would count
+    what threads only reserve. Windows has neither.
+    """
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
 def main() -> None:
     """Serve until standard input ends."""
     if hasattr(os, "nice"):
@@ -143,6 +163,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between the frames
     settings = read_frame(requests)[0]
+    limit_memory(settings["max_memory"])
     processor, form = make_processor(settings), settings["form"]
     write_frame(answers, {"ready": True})
     while True:
