@@ -35,11 +35,11 @@ EXAMPLES = ROOT / "examples"
 class Process:
     """A ``k3vl serve`` process; its log lines are collected."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "k3vl", "serve", "--port", "0", *options],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stderr=subprocess.PIPE,
             text=True,
         )
