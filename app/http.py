@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import io
 import json
 import logging
 import time
@@ -239,7 +240,7 @@ class Bodies:
         self._max_bytes, self._max_total = max_bytes, max_total
         self._held = 0
 
-    async def read(self, request: Request) -> bytearray:
+    async def read(self, request: Request) -> bytes:
         """Read a JSON body; :meth:`release` it when it is no longer held.
 
         Raises:
@@ -254,29 +255,29 @@ class Bodies:
         if declared.isdecimal() and int(declared) > self._max_bytes:
             await _drain(request)
             raise self._too_large()
-        body = bytearray()
+        body = io.BytesIO()  # hands out what it holds without a copy
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     self._held += len(chunk)
-                    body += chunk
-                    self._check(len(body))
+                    body.write(chunk)
+                    self._check(body.tell())
         except TimeoutError:
-            self.release(body)
+            self._held -= body.tell()
             raise HTTPException(
                 408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds."
             ) from None
         except HTTPException:
-            self.release(body)
-            body.clear()
+            self._held -= body.tell()
+            body.close()
             await _drain(request)
             raise
         except BaseException:
-            self.release(body)
+            self._held -= body.tell()
             raise
-        return body
+        return body.getvalue()
 
-    def release(self, body: bytearray) -> None:
+    def release(self, body: bytes) -> None:
         """The body is no longer held."""
         self._held -= len(body)
 

@@ -130,7 +130,7 @@ class ChatService:
             self._admitted -= 1
             self.metrics.waiting.dec()
 
-    async def read(self, body: bytearray) -> ChatCall:
+    async def read(self, body: bytes) -> ChatCall:
         """Parse and check a body.
 
         Raises:
@@ -140,7 +140,7 @@ class ChatService:
             return self._read(body)
         return await self._in_thread(self._read, body)
 
-    def _read(self, body: bytearray) -> ChatCall:
+    def _read(self, body: bytes) -> ChatCall:
         try:
             data = pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as exc:
