@@ -6,7 +6,6 @@ reaches the server. JPEG, PNG and WebP that are upright go out as they are; ever
 
 from __future__ import annotations
 
-import base64
 import io
 import random
 import threading
@@ -19,6 +18,7 @@ from k3vl.errors import BackendError, Cancelled, ConfigError, RequestError
 from k3vl.types import Usage
 from k3vl.vision.image import load_image, open_image, read_orientation
 from k3vl.vision.limits import DEFAULT_LIMITS
+from k3vl.vision.portable import IMAGE_TYPES, VIDEO_TYPES, data_url
 from k3vl.vision.sniff import HEAD_BYTES, sniff
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from k3vl.vision.processor import MediaProcessor
 
 _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_SENT_AS_THEY_ARE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
-_VIDEO_TYPES = {"matroska": "video/webm", "GIF": "image/gif", "avi": "video/x-msvideo"}
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0
 _MAX_VIDEO_BYTES = 64 * 2**20
 
@@ -283,8 +281,8 @@ def _media_url(loaded: Loaded) -> tuple[str, str]:
     kind = sniff(data[:HEAD_BYTES])
     header = open_image(data, kind)
     plain = header.mode in ("RGB", "L", "RGBA") and read_orientation(header, []) == 1
-    if plain and kind.decoder in _SENT_AS_THEY_ARE:
-        return "image", _data_url(_SENT_AS_THEY_ARE[kind.decoder], data)
+    if plain and kind.decoder in IMAGE_TYPES:
+        return "image", data_url(IMAGE_TYPES[kind.decoder], data)
     return "image", _png(data)
 
 
@@ -297,7 +295,7 @@ def _video_url(loaded: Loaded) -> str:
             f"a clip of more than {_MAX_VIDEO_BYTES} bytes is not sent", code="media_too_large"
         )
     kind = sniff(data[:HEAD_BYTES])
-    return _data_url(_VIDEO_TYPES.get(kind.decoder, "video/mp4"), data)
+    return data_url(VIDEO_TYPES.get(kind.decoder, "video/mp4"), data)
 
 
 def _png(picture: Any) -> str:
@@ -307,11 +305,7 @@ def _png(picture: Any) -> str:
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     stream = io.BytesIO()
     image.save(stream, "PNG")
-    return _data_url("image/png", stream.getvalue())
-
-
-def _data_url(mime: str, data: bytes) -> str:
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+    return data_url("image/png", stream.getvalue())
 
 
 def need_http_client() -> ModuleType:

@@ -6,9 +6,8 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from k3vl.app.replies import dump
 from k3vl.app.upstream.answers import AnswerReader
-from k3vl.app.upstream.messages import messages_json, with_urls
+from k3vl.app.upstream.messages import with_urls, write_body
 from k3vl.errors import RequestError
 from k3vl.prompt import count_tokens
 from k3vl.types import Usage
@@ -94,15 +93,15 @@ class UpstreamEngine:
         passed = {
             name: call.fields[name] for name in PASSED_ON if call.fields.get(name) is not None
         }
-        body: dict[str, Any] = {
+        fields: dict[str, Any] = {
             **passed,
             "model": self._model,
-            "messages": messages_json(request.messages),
             "max_completion_tokens": call.request.sampling.max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return _UpstreamChat(self._endpoint, dump(body), call.num_choices, _planned(media))
+        body = write_body(fields, request.messages)
+        return _UpstreamChat(self._endpoint, body, call.num_choices, _planned(media))
 
     def count(self, call: ChatCall, media: Sequence[ProcessedMedia]) -> tuple[Prompt, Usage]:
         """See :class:`~k3vl.app.engines.Engine`."""
