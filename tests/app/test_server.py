@@ -292,6 +292,28 @@ def test_text_with_every_marker_is_text(server, client, num_images: int) -> None
     assert reply.usage.prompt_tokens == hostile["prompt_tokens"]
 
 
+def test_pictures_keep_their_order_whatever_they_take(server) -> None:
+    sizes = [(900, 800), (30, 30), (700, 900), (1, 1), (40, 80)]
+    parts = [image_part(png(*size)) for size in sizes]
+    plan = post(server.url, ask(*parts), "/v1/tokenize").json()
+    assert [(media["width"], media["height"]) for media in plan["media"]] == sizes
+    places = [f"messages[0].content[{index}]" for index in range(len(sizes))]
+    assert [media["part"] for media in plan["media"]] == places
+
+
+def test_a_salt_has_a_name_space_of_its_own(client) -> None:
+    def cached(**fields) -> int:
+        reply = client.chat.completions.create(
+            model="demo", messages=messages("Salted " * 60), max_tokens=1, extra_body=fields
+        )
+        return reply.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+    assert cached() == 0
+
+
 def test_detail_lowers_the_budget_and_is_checked(server) -> None:
     part = image_part(png(900, 900), detail="low")
     assert post(server.url, ask(part), "/v1/tokenize").json()["image_tokens"] <= 256 + 64

@@ -175,6 +175,24 @@ def test_the_queue_is_bounded_and_drains(held) -> None:
 # ---------------------------------------------------------------------- leaving
 
 
+def test_leaving_the_queue_frees_the_place(held) -> None:
+    backend, url, server = held
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(post, url, ask("x"), headers=AUTH) for _ in range(2)]
+        until(lambda: len(backend.sinks) == 2)
+        submitted = backend.num_submitted
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        headers = {**AUTH, "content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(ask("x")), headers)
+        until(lambda: metric(url, "k3vl_requests_waiting ") == 1)
+        connection.close()
+        until(lambda: metric(url, "k3vl_requests_waiting ") == 0)
+        backend.send(*ids(server.engine.pipeline, "yes"), finish="stop")
+        assert [job.result().status_code for job in jobs] == [200, 200]
+    assert backend.num_submitted == submitted, "it never reached the engine"
+    until(lambda: idle(url))
+
+
 def test_leaving_a_stream_frees_its_generation(held) -> None:
     backend, url, server = held
     with streaming(url, ask("x", n=2)) as reply:

@@ -87,6 +87,20 @@ def test_workers_do_what_the_processor_does() -> None:
     with_workers(test)
 
 
+def test_parts_are_processed_side_by_side() -> None:
+    async def test(workers: MediaWorkers) -> None:
+        await asyncio.gather(*(workers.process(MediaPart("image", FOX)) for _ in range(2)))
+        first, _ = living_workers()
+        os.kill(first.pid, signal.SIGSTOP)
+        jobs = [asyncio.create_task(workers.process(MediaPart("image", FOX))) for _ in range(2)]
+        done, waiting = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(waiting)) == (1, 1), "one goes on while the other is held"
+        os.kill(first.pid, signal.SIGCONT)
+        await asyncio.gather(*jobs)
+
+    with_workers(test, num_workers=2)
+
+
 def test_a_worker_that_hangs_is_replaced() -> None:
     async def test(workers: MediaWorkers) -> None:
         await workers.process(MediaPart("image", FOX))
