@@ -185,9 +185,8 @@ class Server:
         """``POST /v1/tokenize``: as chat, without generating."""
         with self.service.admission():
             call = await self.read(request)
-            return JSONResponse(
-                await until_disconnect(request.receive, self.service.tokenize(call))
-            )
+            counted = await until_disconnect(request.receive, self.service.tokenize(call))
+            return Response(counted, media_type="application/json")
 
     async def read(self, request: Request) -> ChatCall:
         """Read and check a body and the model's name in it."""

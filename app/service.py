@@ -228,14 +228,16 @@ class ChatService:
         async with self._generate(ready) as batches:
             async for index, events in batches:
                 choices[index].feed(events)
-        return dump(
-            completion_json(
-                Heading.new(ready.call.model),
-                choices,
-                warnings=ready.warnings,
-                num_top=ready.call.request.sampling.logprobs,
+        heading, sampling = Heading.new(ready.call.model), ready.call.request.sampling
+
+        def write() -> bytes:  # log-probabilities of a long answer are megabytes
+            return dump(
+                completion_json(
+                    heading, choices, warnings=ready.warnings, num_top=sampling.logprobs
+                )
             )
-        )
+
+        return await self._in_thread(write)
 
     async def frames(self, ready: Ready) -> AsyncGenerator[bytes]:
         """All answers, as framed chunks; the first comes when the engine has taken the request."""
@@ -293,16 +295,19 @@ class ChatService:
 
     # ------------------------------------------------------------------ other routes
 
-    async def tokenize(self, call: ChatCall) -> dict[str, Any]:
+    async def tokenize(self, call: ChatCall) -> bytes:
         """The answer of ``/v1/tokenize``.
 
         Raises:
             K3VLError: as :meth:`prepare`.
         """
         call, media = await self._process_all(call)
-        prompt, usage = await self._in_thread(self.engine.count, call, media)
+        return await self._in_thread(self._count, call, media)
+
+    def _count(self, call: ChatCall, media: Sequence[ProcessedMedia]) -> bytes:
+        prompt, usage = self.engine.count(call, media)
         where = [place for place, _ in media_parts(call.request.messages)]
-        return {
+        counted = {
             "object": "tokenization",
             "model": call.model,
             "tokens": prompt.token_ids,
@@ -314,6 +319,7 @@ class ChatService:
             "media": [_plan(place, item) for place, item in zip(where, media, strict=True)],
             "k3vl": {"warnings": _all_warnings(call, media)},
         }
+        return dump(counted)
 
     async def is_ready(self) -> bool:
         """The engine has just made a token, or would make one when asked."""
