@@ -160,13 +160,13 @@ def _from_url(url: str, kind: MediaKind, policy: FetchPolicy, abort: Abort) -> R
 def check_data_uri(uri: str, kind: MediaKind, max_bytes: int) -> None:
     """Refuse a ``data:`` URI that is surely too long, at the cost of one search.
 
-    An escape may stand for every byte, and an eighth of the text may be line breaks.
+    An escape may stand for every byte, and a sixteenth of the text may be line breaks.
 
     Raises:
         MediaError: ``media_too_large``.
     """
     size = (len(uri) - uri.find(",") - 1) * 3 // 4
-    least = size // 3 if "%" in uri else size - size // 8
+    least = size // 3 if "%" in uri else size - size // 16
     if least > max_bytes:
         raise _uri_too_large(size, kind, max_bytes)
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.app.serving import Process, ask, data_url, image_part, metric, post
+from tests.app.serving import Process, ask, data_url, image_part, metric, post, until
 from tests.vision.files import solid_frames, video
 
 FLOOD_SECONDS = 4.0
@@ -153,6 +153,13 @@ def bombs() -> list:
     return [pytest.param(body, id=name) for name, body in bodies.items()]
 
 
+def is_settled(server: Process, process: psutil.Process) -> bool:
+    """Nothing is left of earlier requests, and all workers have started."""
+    size = memory(process)
+    time.sleep(0.3)
+    return abs(memory(process) - size) < 2**20 and metric(server.url, "k3vl_media_jobs ") == 0
+
+
 def cpu_seconds(process: psutil.Process) -> float:
     family = [process, *process.children(recursive=True)]
     return sum(sum(member.cpu_times()[:2]) for member in family)
@@ -162,6 +169,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 def test_a_refused_bomb_costs_little(server, body: bytes) -> None:
     """``--log-cli-level=info`` shows what was measured."""
     process = psutil.Process(server.process.pid)
+    until(lambda: is_settled(server, process))
     before = peak = memory(process)
     spent = cpu_seconds(process)
     ended = threading.Event()

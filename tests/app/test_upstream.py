@@ -34,6 +34,7 @@ from tests.app.serving import (
     until,
 )
 from tests.app.test_server import LOOK, SCHEMA
+from tests.vision.files import solid_frames, video
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -492,6 +493,24 @@ def test_what_is_asked_there() -> None:
         history[3],
         {"role": "system", "content": "", "tools": history[4]["tools"]},
     ]
+
+
+def test_a_clip_reaches_it_in_groups_of_four_frames() -> None:
+    with fake(lambda h: events(h, YES, END)) as made, front_of(made) as url:
+        clip = data_url(video(solid_frames(24), rate=4), "video/mp4")
+        reply = post(url, ask({"type": "video_url", "video_url": clip}, "x"))
+        (asked,) = made.bodies
+    parts = asked["messages"][0]["content"]
+    kinds = [part["type"] for part in parts[:-1]]
+    num_frames = kinds.count("image_url")
+    assert num_frames > 4
+    full, rest = divmod(num_frames, 4)
+    groups = [*[4] * full, *([rest] if rest else [])]
+    assert kinds == [kind for size in groups for kind in ["text", *["image_url"] * size]]
+    clocks = [part["text"] for part in parts[:-1] if part["type"] == "text"]
+    assert clocks[0] == "00:00:00.000"
+    assert clocks == sorted(set(clocks))
+    assert reply.json()["usage"]["prompt_tokens_details"]["video_tokens"] > 0
 
 
 def test_counts_in_every_spelling() -> None:

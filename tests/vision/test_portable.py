@@ -17,6 +17,7 @@ from k3vl.types import MediaPart
 from k3vl.vision.portable import portable
 from k3vl.vision.processor import MediaProcessor, model_view
 from k3vl.vision.source import FetchPolicy
+from tests.vision.files import exif_bytes, png_chunk
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLIP = next(EXAMPLES.glob("*.mp4")).read_bytes()
@@ -42,10 +43,15 @@ def orientation(value: int) -> Image.Exif:
 
 
 RGB = Image.fromarray(NOISE[..., :3])
+PNG = saved(RGB, "PNG")
 TOUCHED = {
     "transparent": (saved(Image.fromarray(NOISE), "PNG"), None),
     "sideways JPEG": (saved(RGB, "JPEG", exif=orientation(6)), None),
     "sideways PNG": (saved(RGB, "PNG", exif=orientation(3)), None),
+    "sideways PNG, said at its end": (
+        PNG[:-12] + png_chunk(b"eXIf", exif_bytes(6).removeprefix(b"Exif\0\0")) + PNG[-12:],
+        None,
+    ),
     "palette": (saved(RGB.quantize(16), "PNG"), None),
     "16 bit": (saved(Image.fromarray(NOISE[..., 0].astype(np.uint16) * 257), "PNG"), None),
     "CMYK": (saved(RGB.convert("CMYK"), "JPEG"), None),
