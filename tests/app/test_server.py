@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -408,6 +409,17 @@ def test_a_long_prompt_is_refused_by_its_length(server) -> None:
     stream = post(server.url, ask("word " * 5000, stream=True))
     assert stream.status_code in (200, 400)
     assert "context" in stream.text
+
+
+def test_pictures_that_cannot_fit_together_are_refused_soon(server) -> None:
+    """R26: each alone fits; nothing of them is encoded."""
+    parts = [image_part(png(448, 448, color=(9 * number, 99, 9))) for number in range(16)]
+    begun = time.monotonic()
+    reply = post(server.url, ask(*parts, max_tokens=1))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - begun < 30, "below 5 where nothing else runs"
+    assert metric(server.url, "k3vl_encoder_cache_pins ") == 0
 
 
 def test_other_host_names_do_not_reach_a_keyless_local_server(server) -> None:
