@@ -1,4 +1,4 @@
-"""JSON captions: with the demo model every one fits its schema, in every kind of output."""
+"""The demo model as captioner: JSON that fits its schema, pictures that are encoded once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from k3vl.app.captioning.engines import LocalEngine
+from k3vl.app.captioning.files import file_source
+from k3vl.app.captioning.items import Item
+from k3vl.app.captioning.media import MediaLoader
+from k3vl.app.captioning.prompts import Prompts, text_prompt
+from k3vl.app.captioning.rows import Origin
 from k3vl.app.captioning.schema import closed
+from k3vl.app.captioning.sidecars import Sidecars
+from k3vl.app.captioning.worker import Worker
+from k3vl.pipeline import Pipeline
+from k3vl.types import SamplingParams
 from tests.app.captioning_kit import picture, rows, run, use_echo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -160,3 +170,25 @@ def test_nothing_is_put_around_json(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = run(tmp_path / "a.png", "--json-schema", schema, "--trigger=sks")
     assert result.exit_code == 1
     assert "would not be JSON" in result.stderr
+
+
+def test_a_picture_is_encoded_once_for_all_prompts(tmp_path: Path) -> None:
+    item = Item(file_source(picture(tmp_path / "a.png", size=(60, 60))))
+    prompts = Prompts(
+        prompts=tuple(text_prompt(f"Question {number}?") for number in range(4)),
+        sampling=SamplingParams(max_tokens=4),
+    )
+    with Pipeline.load() as pipeline:
+        worker = Worker(
+            loader=MediaLoader(pipeline.processor),
+            prompts=prompts,
+            engine=LocalEngine(pipeline),
+            sidecars=Sidecars(),
+            origin=Origin(model="demo", revision=""),
+            item_seconds=None,
+            thumbnails=False,
+        )
+        outcome = worker.caption(item, prompts.prompts)
+        stats = pipeline.stats()
+    assert all("caption" in row for _, row in outcome.rows)
+    assert (stats.feature_misses, stats.first_tokens) == (1, 4)
