@@ -15,6 +15,7 @@ from k3vl.checkpoint_summary import summarise_checkpoint
 from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.errors import CapacityError, ConfigError, WeightError
 from k3vl.kernels.choice import choose
+from k3vl.lm.ahead import EncodeAhead
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.table import expected_tensors as expected_text_tensors
@@ -171,7 +172,9 @@ def open_checkpoint(
     batch = engine.max_step_patches if where.type == "cuda" else None
     weights = WeightLoader(config=config, media=media, dtype=dtype, device=where, batch=batch)
     model, encoder = weights.load(directory)
-    backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids))
+    # With one thread for each operation another core is free for the tower.
+    ahead = EncodeAhead(encoder) if where.type == "cpu" and engine.num_threads == 1 else None
+    backend = LocalBackend(Engine(model, ahead or encoder, engine, stop_ids=stop_ids), ahead=ahead)
     return Parts(
         processor=MediaProcessor(media, limits=limits, policy=policy),
         tokenizer=tokenizer,

@@ -185,8 +185,15 @@ class Engine:
         prompt: Prompt,
         sampling: SamplingParams,
         sink: Callable[[Token | K3VLError], None],
+        *,
+        arrived: float | None = None,
     ) -> None:
-        """Queue a request that :meth:`admissible` has let through."""
+        """Queue a request that :meth:`admissible` has let through.
+
+        Args:
+            request_id, prompt, sampling, sink: see :class:`k3vl.lm.backend.Backend`.
+            arrived: when it came, on the clock of ``time.perf_counter``; None is now.
+        """
         max_new = self.admissible(prompt, sampling)
         self._queue(
             Job(
@@ -196,7 +203,7 @@ class Engine:
                 stop_ids=self.stop_ids | set(sampling.stop_ids),
                 sink=sink,
                 token_ids=list(prompt.token_ids),
-                arrived=time.perf_counter(),
+                arrived=time.perf_counter() if arrived is None else arrived,
             )
         )
 

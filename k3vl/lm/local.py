@@ -1,6 +1,7 @@
 """The embedded engine behind the backend seam: one thread that owns the model, and a queue.
 
-A dead thread fails every request at once and refuses new ones; nobody waits for it in vain.
+A second thread may encode media ahead of it (``ahead.py``). A dead engine fails every request at
+once and refuses new ones; nobody waits for it in vain.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from k3vl.errors import K3VLError
+    from k3vl.lm.ahead import EncodeAhead
     from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.engine import Engine
     from k3vl.lm.model import K3Model
     from k3vl.lm.stats import EngineStats
-    from k3vl.types import Prompt
+    from k3vl.types import MediaSpan, Prompt
 
     Sink: TypeAlias = Callable[[Token | K3VLError], None]
 
@@ -44,12 +47,29 @@ class _Update:
     done: Future[None] = field(default_factory=Future)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """A request, or weights, on the way into the engine; ``spans`` are to be encoded first."""
+
+    id: int
+    command: Callable[[], None]
+    sink: Sink
+    spans: tuple[MediaSpan, ...] = ()
+    salt: str | None = None
+
+
 class LocalBackend:
     """Runs an :class:`Engine` on its own thread; every method is safe on any thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Start the thread; from here on only it touches ``engine``."""
+    def __init__(self, engine: Engine, *, ahead: EncodeAhead | None = None) -> None:
+        """Start the threads; from here on only the first of them touches ``engine``.
+
+        Args:
+            engine: not used by anybody else.
+            ahead: the engine's encoder, where media are to be encoded on a thread of their own.
+        """
         self._engine = engine
+        self._ahead = ahead
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = count()
         # Both are the engine thread's: weights that wait, and requests that wait for them.
@@ -57,10 +77,23 @@ class LocalBackend:
         self._held: dict[int, tuple[Callable[[], None], Sink]] = {}
         self._death: BaseException | None = None
         self._closed = threading.Event()
-        # Guards the order of "is it alive" and "enqueue", so that no command is left unread.
+        # Guards the order of "is it alive" and "enqueue", so that no command is left unread; and
+        # what follows.
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="k3vl-engine", daemon=True)
-        self._thread.start()
+        self._encoding: dict[int, _Entry] = {}
+        self._to_encode: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._updates_behind = 0  # updates that wait for media before them to be encoded
+        self._idle_since: float | None = time.perf_counter()
+        self._idle_seconds = 0.0
+        self._threads = [threading.Thread(target=self._run, name="k3vl-engine", daemon=True)]
+        if ahead is not None:
+            self._threads.append(
+                threading.Thread(
+                    target=self._encode, args=(ahead,), name="k3vl-encoder", daemon=True
+                )
+            )
+        for thread in self._threads:
+            thread.start()
         # A daemon thread that still runs native code while Python shuts down aborts the process.
         atexit.register(self.close)
 
@@ -73,7 +106,10 @@ class LocalBackend:
         """See :class:`k3vl.lm.backend.Backend`."""
         self._engine.admissible(prompt, sampling)
         request_id = next(self._ids)
-        self._enter(request_id, partial(self._engine.add, request_id, prompt, sampling, sink), sink)
+        add = partial(
+            self._engine.add, request_id, prompt, sampling, sink, arrived=time.perf_counter()
+        )
+        self._enter(request_id, add, sink, prompt, sampling.cache_salt)
         return request_id
 
     def score(
@@ -116,7 +152,7 @@ class LocalBackend:
             )
         request_id = next(self._ids)
         add = self._engine.add_scored if method == "prefill" else self._engine.add_forced
-        self._enter(request_id, partial(add, request_id, prompt, token_ids, sink), sink)
+        self._enter(request_id, partial(add, request_id, prompt, token_ids, sink), sink, prompt)
         return request_id
 
     def update(self, model: K3Model, encoder: Encoder, *, in_flight: InFlight = "finish") -> None:
@@ -136,51 +172,132 @@ class LocalBackend:
             Cancelled: the engine is closed before it is done.
         """
         update = _Update(model=model, encoder=encoder)
-        self._send(lambda: self._announce(update, in_flight))
+        with self._lock:
+            self._check_alive()
+            if in_flight == "cancel":
+                self._drop_encoding(Cancelled("the weights are being updated"))
+            announce = partial(self._announce, update, in_flight)
+            if self._encoding or self._updates_behind:
+                self._updates_behind += 1
+                entry = _Entry(-1 - next(self._ids), announce, partial(_fail_update, update))
+                self._encoding[entry.id] = entry
+                self._to_encode.put(entry)
+            else:
+                self._commands.put(announce)
         update.done.result()
 
     def cancel(self, request_id: int) -> None:
         """See :class:`k3vl.lm.backend.Backend`."""
-        try:
-            self._send(lambda: self._cancel(request_id))
-        except BackendError:
-            return  # it has ended already
+        with self._lock:
+            if self._is_over():
+                return  # it has ended already
+            entry = self._encoding.pop(request_id, None)
+            if entry is None:
+                self._commands.put(partial(self._cancel, request_id))
+            else:
+                error = Cancelled("the request was cancelled")
+                self._commands.put(partial(entry.sink, error))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
-        return self._engine.stats()
+        stats = self._engine.stats()
+        with self._lock:
+            since, now = self._idle_since, time.perf_counter()
+            idle = self._idle_seconds + (0.0 if since is None else now - since)
+            waiting = stats.waiting + len(self._encoding)
+        seconds = dict(stats.stage_seconds)
+        if self._ahead is not None:
+            seconds["encode"] += self._ahead.seconds
+        return replace(stats, waiting=waiting, stage_seconds=seconds, idle_seconds=idle)
 
     def holds_features(self, digest: str) -> bool:
         """Whether a media item would not have to be encoded now."""
         return (None, digest) in self._engine.scheduler.features
 
     def close(self) -> None:
-        """Cancel everything and wait for the thread."""
+        """Cancel everything and wait for the threads."""
         with self._lock:
             if not self._closed.is_set():
                 self._closed.set()
                 self._commands.put(None)
+                self._to_encode.put(None)
         atexit.unregister(self.close)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join()
 
-    def _enter(self, request_id: int, start: Callable[[], None], sink: Sink) -> None:
-        self._send(lambda: self._start(request_id, start, sink))
+    def _enter(
+        self,
+        request_id: int,
+        start: Callable[[], None],
+        sink: Sink,
+        prompt: Prompt,
+        salt: str | None = None,
+    ) -> None:
+        entry = _Entry(
+            request_id, partial(self._start, request_id, start, sink), sink, prompt.spans, salt
+        )
+        with self._lock:
+            self._check_alive()
+            if self._idle_since is not None:
+                self._idle_seconds += time.perf_counter() - self._idle_since
+                self._idle_since = None
+            # Nothing overtakes weights that came before it.
+            if self._ahead is not None and (prompt.spans or self._updates_behind):
+                self._encoding[request_id] = entry
+                self._to_encode.put(entry)
+            else:
+                self._commands.put(entry.command)
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._lock:
-            if self._death is not None:
-                raise BackendError(
-                    f"the engine stopped after an error ({type(self._death).__name__})"
-                ) from self._death
-            if self._closed.is_set():
-                raise BackendError("the engine is closed")
+            self._check_alive()
             self._commands.put(command)
+
+    def _is_over(self) -> bool:
+        return self._death is not None or self._closed.is_set()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise BackendError(
+                f"the engine stopped after an error ({type(self._death).__name__})"
+            ) from self._death
+        if self._closed.is_set():
+            raise BackendError("the engine is closed")
+
+    def _drop_encoding(self, error: K3VLError) -> None:
+        """End the requests whose media are not encoded yet; updates stay."""
+        for request_id in [number for number in self._encoding if number >= 0]:
+            self._commands.put(partial(self._encoding.pop(request_id).sink, error))
+
+    # ------------------------------------------------------------------ on the encoder's thread
+
+    def _encode(self, ahead: EncodeAhead) -> None:
+        """Encode the media of requests in their order, then pass them on."""
+        self._set_num_threads()
+        while (entry := self._to_encode.get()) is not None:
+            features = self._engine.scheduler.features
+            for span in entry.spans:
+                if entry.id not in self._encoding or self._closed.is_set():
+                    break  # it was cancelled
+                if (entry.salt, span.item.digest) not in features:
+                    try:
+                        ahead.prepare(span.item, entry.salt)
+                    except Exception:  # noqa: BLE001 - the engine meets it again, and tells
+                        break
+            with self._lock:
+                self._updates_behind -= entry.id < 0
+                # At the end those that are still here hear of it from the engine's thread.
+                if not self._is_over() and self._encoding.pop(entry.id, None) is not None:
+                    self._commands.put(entry.command)
+
+    def _set_num_threads(self) -> None:
+        if self._engine.config.num_threads is not None:
+            torch.set_num_threads(self._engine.config.num_threads)
 
     def _run(self) -> None:
         try:
-            if self._engine.config.num_threads is not None:
-                torch.set_num_threads(self._engine.config.num_threads)
+            self._set_num_threads()
             while self._obey(wait=not self._engine.jobs):
                 self._engine.step()
                 self._apply_updates()
@@ -214,7 +331,11 @@ class LocalBackend:
         if not self._updates or self._engine.jobs:
             return
         while self._updates:  # one leaves the list when it is done: if this dies, _fail_all ends it
-            self._engine.update(self._updates[0].model, self._updates[0].encoder)
+            encoder: Encoder = self._updates[0].encoder
+            if self._ahead is not None:
+                self._ahead.renew(encoder)
+                encoder = self._ahead
+            self._engine.update(self._updates[0].model, encoder)
             self._updates.pop(0).done.set_result(None)
         while self._held:
             start, _ = self._held.pop(next(iter(self._held)))
@@ -228,9 +349,16 @@ class LocalBackend:
         for update in self._updates:
             update.done.set_exception(error)
         self._held, self._updates = {}, []
+        with self._lock:
+            left = list(self._encoding.values())
+            self._encoding.clear()
+        for entry in left:
+            entry.sink(error)
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out commands, waiting for the first when idle; False once closed."""
+        if wait:
+            self._note_idle()
         while True:
             try:
                 command = self._commands.get(block=wait)
@@ -240,6 +368,12 @@ class LocalBackend:
                 return False
             command()
             wait = False
+
+    def _note_idle(self) -> None:
+        """From here until the next request nobody has anything for the engine to do."""
+        with self._lock:
+            if self._idle_since is None and not self._encoding and self._commands.empty():
+                self._idle_since = time.perf_counter()
 
     def _die(self, exc: BaseException) -> None:
         with self._lock:
@@ -251,3 +385,8 @@ class LocalBackend:
             if command is not None:
                 command()
         self._fail_all(error)
+
+
+def _fail_update(update: _Update, error: Token | K3VLError) -> None:
+    assert isinstance(error, Exception)
+    update.done.set_exception(error)

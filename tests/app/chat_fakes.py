@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,12 +23,21 @@ if TYPE_CHECKING:
     from k3vl.errors import K3VLError
     from k3vl.types import Prompt, SamplingParams
 
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 DIRECTORY = GOLDEN / "sglang_tiny"
 TOKENIZER = load_tokenizer(DIRECTORY)
 END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
 AFTER_CALLS = "<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
 THOUGHT = "<|close|>think<|sep|><|open|>response<|sep|>"
 CALLS = "<|close|>response<|sep|><|open|>tools<|sep|>"
+CALL = (
+    '<|open|>call tool="look_up" index="1"<|sep|>'
+    '<|open|>argument key="word" type="string"<|sep|>cat<|close|>argument<|sep|>'
+    "<|close|>call<|sep|>"
+)
+TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
 
 
 @dataclass
