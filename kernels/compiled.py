@@ -3,8 +3,11 @@
 Imported by the ``cpu.py`` of the ops only, so that numba costs nothing where no model runs.
 
 A row of a result depends on its own inputs and on nothing else, to the last bit: every row goes
-through the same instructions, whatever the number of rows beside it. Sums are taken in an order
-that the compiler chooses once (``reassoc``); numbers that are not finite keep their meaning.
+through the same instructions, whatever the number of rows beside it. Only long sums are taken in an
+order that the compiler chooses (``SUMS``: :func:`dot`, :func:`product`), in loops that write
+nothing. A loop that writes exists twice, in vectors and, for when what it reads might be what it
+writes, one by one; there the order must be the program's (``EXACT``), or addresses would decide
+about the last bit. Numbers that are not finite keep their meaning.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from numba.extending import intrinsic
 
 EXACT = {"contract"}
 """Fused multiply-add, and nothing else that changes a result."""
-SUMS = {"contract", "reassoc", "nsz", "arcp"}
-"""As well: sums in vectors, division as multiplication by the reciprocal."""
+SUMS = {"contract", "reassoc", "nsz"}
+"""As well: sums in any order."""
 
 ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer in the low bits
 LOG2_E = np.float32(1.4426950408889634)
@@ -111,6 +114,15 @@ def tanh(x: Any) -> Any:
     size = -x if x < 0 else x
     far = np.float32(1) - np.float32(2) / (exp(size + size) + np.float32(1))
     return near if size < 1 else (-far if x < 0 else far)
+
+
+@njit(fastmath=SUMS, error_model="numpy")
+def dot(a: Any, b: Any) -> Any:
+    """Sum of the products of two vectors."""
+    total = np.float32(0)
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
 
 
 @njit(fastmath=SUMS, error_model="numpy")

@@ -7,7 +7,7 @@ import torch
 from numba import njit
 
 from k3vl.kernels.attn_residual import check_shapes
-from k3vl.kernels.compiled import SUMS, address, exp, floats
+from k3vl.kernels.compiled import EXACT, address, dot, exp, floats
 from k3vl.kernels.rms_norm.cpu import normalise
 
 
@@ -25,7 +25,7 @@ def attn_residual_cpu(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=SUMS, error_model="numpy")
+@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
 def _attn_residual(
     rows: int,
     depth_stride: int,
@@ -43,11 +43,8 @@ def _attn_residual(
     for n in range(tokens):
         for j in range(depth):
             row = floats(rows + 4 * (j * depth_stride + n * token_stride), width)
-            dot = square = np.float32(0)
-            for i in range(width):
-                dot += by[i] * row[i]
-                square += row[i] * row[i]
-            scores[j] = dot / np.sqrt(square / np.float32(width) + np.float32(eps))
+            root = np.sqrt(dot(row, row) / np.float32(width) + np.float32(eps))
+            scores[j] = dot(by, row) / root
         top, total = scores.max(), np.float32(0)
         for j in range(depth):
             scores[j] = exp(scores[j] - top)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from k3vl.kernels.compiled import SUMS, address, alive, product
+from k3vl.kernels.compiled import EXACT, address, alive, product
 from k3vl.kernels.gated_mlp import check_shapes
 from k3vl.kernels.situ.cpu import activate, constants
 
@@ -30,7 +30,7 @@ def gated_mlp_cpu(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=SUMS, error_model="numpy")
+@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
 def _gated_mlp(
     x: int,
     x_stride: int,
@@ -46,7 +46,7 @@ def _gated_mlp(
     gated_mlp_rows(x, x_stride, rows, gate_up, down, inner, width, out, beta, linear_beta)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def gated_mlp_rows(
     x: int,
     x_stride: int,

@@ -13,7 +13,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import SUMS, address, alive, exp, floats, ints, sigmoid
+from k3vl.kernels.compiled import EXACT, address, alive, dot, exp, floats, ints, sigmoid
 from k3vl.kernels.kda import check_sequences, check_shapes
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _run(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=SUMS, error_model="numpy")
+@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
 def _recurrence(
     qkv: int,
     qkv_stride: int,
@@ -189,7 +189,7 @@ def _input(
     return floats(where, head)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _convolve(
     qkv: int,
     qkv_stride: int,
@@ -214,19 +214,17 @@ def _convolve(
             weight = taps[j, (part * heads + h) * head : (part * heads + h + 1) * head]
             for i in range(head):
                 total[i] += weight[i] * x[i]
-        square = np.float32(0)
         for i in range(head):
             total[i] *= sigmoid(total[i])
-            square += total[i] * total[i]
         if part < 2:
-            scale = np.float32(1) / np.sqrt(square + np.float32(1e-6))
+            scale = np.float32(1) / np.sqrt(dot(total, total) + np.float32(1e-6))
             if part == 0:
                 scale *= np.float32(1) / np.sqrt(np.float32(head))
             for i in range(head):
                 total[i] *= scale
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _decay(
     logits: np.ndarray,
     bias: np.ndarray,
@@ -246,7 +244,7 @@ def _decay(
             out[i] = exp(-rate * softplus)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _step(vectors: np.ndarray, beta: np.float32, state: int, head: int) -> None:
     """The delta rule: q, k, v and decay are vectors 0 to 3, the output becomes vector 5."""
     q, k, u, decay = vectors[0], vectors[1], vectors[2], vectors[3]
@@ -271,13 +269,10 @@ def _step(vectors: np.ndarray, beta: np.float32, state: int, head: int) -> None:
             output[v] += query * now
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _gated_norm(
     x: np.ndarray, gate: np.ndarray, weight: np.ndarray, eps: np.float32, out: np.ndarray
 ) -> None:
-    square = np.float32(0)
-    for i in range(x.size):
-        square += x[i] * x[i]
-    scale = np.float32(1) / np.sqrt(square / np.float32(x.size) + eps)
+    scale = np.float32(1) / np.sqrt(dot(x, x) / np.float32(x.size) + eps)
     for i in range(x.size):
         out[i] = x[i] * scale * weight[i] * sigmoid(gate[i])

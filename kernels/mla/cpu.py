@@ -11,7 +11,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import SUMS, address, exp, floats, ints
+from k3vl.kernels.compiled import EXACT, address, dot, exp, floats, ints
 from k3vl.kernels.mla.layer import check_shapes
 
 
@@ -73,7 +73,7 @@ def _run(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=SUMS, error_model="numpy")
+@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
 def _attend(
     q: int,
     q_stride: int,
@@ -110,14 +110,10 @@ def _attend(
             _mix(scores[h], latents, latents_stride, own, mixed[h])
             to = floats(out + 4 * (n * heads + h) * value, value)
             for v in range(value):
-                row = floats(keys + 4 * (nope + v) * latent, latent)
-                total = np.float32(0)
-                for r in range(latent):
-                    total += row[r] * mixed[h, r]
-                to[v] = total
+                to[v] = dot(floats(keys + 4 * (nope + v) * latent, latent), mixed[h])
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _absorb(
     q: np.ndarray, keys: int, scale: np.float32, nope: int, latent: int, out: np.ndarray
 ) -> None:
@@ -131,24 +127,20 @@ def _absorb(
         out[latent + p] = q[nope + p] * scale
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _scores(
     query: np.ndarray, latents: int, stride: int, rows: np.ndarray, scores: np.ndarray
 ) -> None:
     """Softmax over the rows, not yet divided by its sum."""
     top = np.float32(-np.inf)
     for l in range(rows.size):
-        row = floats(latents + 4 * rows[l] * stride, query.size)
-        total = np.float32(0)
-        for r in range(query.size):
-            total += query[r] * row[r]
-        scores[l] = total
-        top = max(top, total)
+        scores[l] = dot(query, floats(latents + 4 * rows[l] * stride, query.size))
+        top = max(top, scores[l])
     for l in range(rows.size):
         scores[l] = exp(scores[l] - top)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def _mix(scores: np.ndarray, latents: int, stride: int, rows: np.ndarray, out: np.ndarray) -> None:
     """Mixture of the rows' latents by the scores, which need not sum to one."""
     out[:] = 0

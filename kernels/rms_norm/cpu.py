@@ -7,7 +7,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import SUMS, address, floats
+from k3vl.kernels.compiled import EXACT, address, dot, floats
 
 
 def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -23,7 +23,7 @@ def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=SUMS, error_model="numpy")
+@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
 def _rms_norm(
     x: int, stride: int, rows: int, weight: int, width: int, eps: float, out: int
 ) -> None:
@@ -32,13 +32,10 @@ def _rms_norm(
         normalise(x + 4 * r * stride, by, np.float32(eps), out + 4 * r * width)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def normalise(x: int, weight: np.ndarray, eps: np.float32, out: int) -> None:
     """One row by addresses; ``out`` may be ``x``."""
     given, to = floats(x, weight.size), floats(out, weight.size)
-    square = np.float32(0)
-    for i in range(weight.size):
-        square += given[i] * given[i]
-    scale = np.float32(1) / np.sqrt(square / np.float32(weight.size) + eps)
+    scale = np.float32(1) / np.sqrt(dot(given, given) / np.float32(weight.size) + eps)
     for i in range(weight.size):
         to[i] = given[i] * scale * weight[i]

@@ -7,7 +7,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import SUMS, address, floats, sigmoid, tanh
+from k3vl.kernels.compiled import EXACT, address, floats, sigmoid, tanh
 from k3vl.kernels.situ import GatedActivation, SituGLU
 
 
@@ -32,14 +32,14 @@ def constants(activation: GatedActivation) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-@njit(cache=True, nogil=True, fastmath=SUMS, error_model="numpy")
+@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
 def _glu(
     gate_up: int, stride: int, rows: int, inner: int, out: int, beta: float, linear_beta: float
 ) -> None:
     activate(gate_up, stride, rows, inner, out, beta, linear_beta)
 
 
-@njit(fastmath=SUMS, error_model="numpy")
+@njit(fastmath=EXACT, error_model="numpy")
 def activate(
     gate_up: int, stride: int, rows: int, inner: int, out: int, beta: float, linear_beta: float
 ) -> None:
