@@ -403,7 +403,9 @@ class Engine:
         size, begin = self.config.page_size, sequence.num_cached
         if not self.model.kernels.row_independent:
             return min(size, end - begin)
-        ahead = [depth * size for depth in sequence.wanted if begin < depth * size < end]
+        deepest = len(sequence.keys)  # no checkpoint lies further down
+        wanted = (depth * size for depth in sequence.wanted if depth <= deepest)
+        ahead = [place for place in wanted if begin < place < end]
         return min(ahead, default=end) - begin
 
     def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
