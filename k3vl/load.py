@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 SMALL_HIDDEN_SIZE = 1024
 """Below this width a model's operations gain nothing from a second CPU thread."""
+REUSE_PAGE = 32
+"""Tokens of a page where the kernels' rows are independent; 16 would leave a quarter of it unused."""
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
@@ -166,7 +168,10 @@ def open_checkpoint(
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE
+        # Where pages are not passes, small ones only gain: more of a prompt is reused.
         engine = EngineConfig(num_threads=1 if small else None)
+        if kernels.row_independent:
+            engine = replace(engine, page_size=REUSE_PAGE)
     # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
     batch = engine.max_step_patches if where.type == "cuda" else None
     weights = WeightLoader(config=config, media=media, dtype=dtype, device=where, batch=batch)
