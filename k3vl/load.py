@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from k3vl.checkpoint_summary import CheckpointSummary
     from k3vl.config import K3Config, MediaConfig
+    from k3vl.kernels.choice import Kernels
     from k3vl.lm.model import K3Model
     from k3vl.xtml.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ MXFP4_FORMAT = "mxfp4-pack-quantized"
 SMALL_HIDDEN_SIZE = 1024
 """Below this width a model's operations gain nothing from a second CPU thread."""
 REUSE_PAGE = 32
-"""Tokens of a page where the kernels' rows are independent; 16 would leave a quarter of it unused."""
+"""Tokens of a page where the kernels' rows are independent; 16 would waste a quarter of it."""
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
@@ -52,6 +53,7 @@ class WeightLoader:
         config: of the checkpoint that was opened first.
         media: its media settings; the tower normalises by them.
         dtype, device: of all weights.
+        kernels: for models of that dtype on that device.
         batch: patches that the encoder joins; see :class:`k3vl.vision.encoder.VisionEncoder`.
     """
 
@@ -59,6 +61,7 @@ class WeightLoader:
     media: MediaConfig
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels
     batch: int | None = None
 
     def load(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
@@ -72,8 +75,9 @@ class WeightLoader:
         tower, projector = load_vision(
             reader, self.config.vision, self.media, dtype=self.dtype, device=self.device
         )
-        kernels = choose(self.device, self.dtype)
-        model = load_model(reader, self.config.text, kernels, dtype=self.dtype, device=self.device)
+        model = load_model(
+            reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device
+        )
         return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch)
 
     def load_beside(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
@@ -161,6 +165,7 @@ def open_checkpoint(
     defaults = load_chat_defaults(directory)
     tokenizer = load_tokenizer(directory)
     where, dtype = choose_device(device)
+    kernels = choose(where, dtype)
     summary = summarise(directory, config)
     fits, sentence = summary.fits(available_memory(where), dtype)
     if not fits:
@@ -174,7 +179,9 @@ def open_checkpoint(
             engine = replace(engine, page_size=REUSE_PAGE)
     # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
     batch = engine.max_step_patches if where.type == "cuda" else None
-    weights = WeightLoader(config=config, media=media, dtype=dtype, device=where, batch=batch)
+    weights = WeightLoader(
+        config=config, media=media, dtype=dtype, device=where, kernels=kernels, batch=batch
+    )
     model, encoder = weights.load(directory)
     backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids))
     return Parts(

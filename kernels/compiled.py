@@ -33,6 +33,7 @@ SMALLEST, LARGEST = np.float32(-87.0), np.float32(88.0)
 def address(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
     """Where a tensor lies, for a kernel that relies on its type and on contiguous rows."""
     assert x.dtype == dtype
+    assert x.is_cpu
     assert x.stride(-1) == 1 or x.shape[-1] <= 1
     return x.data_ptr()
 
