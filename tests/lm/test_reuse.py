@@ -213,6 +213,22 @@ def test_salts_share_nothing() -> None:
     assert len(runner.encoder.encoded) == 9
 
 
+def test_a_chunk_is_one_pass_where_rows_are_independent(model, monkeypatch) -> None:
+    """With other kernels every page is a pass of its own; a checkpoint ends one with any."""
+    heights = []
+    forward = Engine._forward
+
+    def watched(self, rows, **options):
+        heights.append(rows[0].num_rows)
+        return forward(self, rows, **options)
+
+    monkeypatch.setattr(Engine, "_forward", watched)
+    for reuse, in_chunks in ((False, [100]), (True, [96, 4])):
+        ask(engine(reuse=reuse), text(100, seed=1), max_tokens=1)
+        assert heights == (in_chunks if model.kernels.row_independent else [PAGE] * 7)
+        heights.clear()
+
+
 def test_company_changes_no_bit(model) -> None:
     """With kernels whose rows are independent by themselves, with others by ``exact_decode``."""
     prompts = [with_media(60 + 11 * i, tail=i) for i in range(5)]
