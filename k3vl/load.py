@@ -74,7 +74,12 @@ class WeightLoader:
         reader = CheckpointReader(directory)
         reader.require_only([PREFIX, *VISION_PREFIXES])
         tower, projector = load_vision(
-            reader, self.config.vision, self.media, dtype=self.dtype, device=self.device
+            reader,
+            self.config.vision,
+            self.media,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.kernels.vision,
         )
         model = load_model(
             reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device

@@ -6,9 +6,9 @@ implementation keeps the contract of the op's public function, which runs the re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import glu
+from k3vl.kernels.vision import REFERENCE, VisionKernels, triton_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +86,7 @@ class Kernels:
         mla: latent attention (:mod:`k3vl.kernels.mla.layer`).
         latent_moe: mixture of experts (:mod:`k3vl.kernels.moe.latent`).
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
+        vision: of the tower.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Kernels:
     mla: MLAOp
     latent_moe: LatentMoEOp
     gated_mlp: GatedMLPOp
+    vision: VisionKernels = REFERENCE
 
 
 def composed_kernels(
@@ -181,11 +184,49 @@ def cpu_kernels(reason: str) -> Kernels:
     )
 
 
+def triton_kernels(reason: str) -> Kernels:
+    """Attention, states and mixtures in Triton; matrix products and experts from PyTorch."""
+    from k3vl.kernels.attn_residual.gpu import attn_residual
+    from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
+    from k3vl.kernels.mla.gpu import mla_decode, mla_prefill, mla_prefill_latent
+
+    language = composed_kernels(
+        name="triton",
+        reason=reason,
+        kda_decode=kda_decode,
+        kda_prefill=kda_prefill,
+        mla_decode=mla_decode,
+        mla_prefill=mla_prefill,
+        mla_prefill_latent=mla_prefill_latent,
+        attn_residual=attn_residual,
+        route=route,
+        moe_experts=moe_experts,
+        glu=glu,
+        rms_norm=rms_norm,
+    )
+    return replace(language, vision=triton_vision())
+
+
+SHARED_MEMORY = 227 << 10
+"""Bytes that one block of the Triton kernels may ask for; Hopper has as many."""
+
+
 def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The implementation for models of a dtype on a device."""
     if device.type == "cpu" and dtype == torch.float32:
         if find_spec("numba") is None:
             return reference_kernels("numba, which compiles the kernels for CPUs, is not installed")
         return cpu_kernels("the model is float32 on a CPU")
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            return reference_kernels("triton, which compiles the kernels for GPUs, is missing")
+        properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack the field
+        memory = properties.shared_memory_per_block_optin
+        if memory >= SHARED_MEMORY:
+            return triton_kernels("the device has the shared memory that they are laid out for")
+        return reference_kernels(
+            f"a block of the device has {memory >> 10} KiB of shared memory, the kernels want "
+            f"{SHARED_MEMORY >> 10}"
+        )
     name = str(dtype).removeprefix("torch.")
     return reference_kernels(f"nothing else is written for {name} on {device.type}")
