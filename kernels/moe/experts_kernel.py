@@ -49,7 +49,7 @@ DECODE = tl.constexpr("""
     mul.rn.bf16x2 $7, m, $10;
 }
 """)
-"""Two stored words to eight pairs of bfloat16, times their group's scale; ``mxfp4.py`` has the bits.
+"""Two stored words to eight pairs of bfloat16, times their scale; ``mxfp4.py`` has the bits.
 
 A code's three magnitude bits, put at the border of bfloat16's exponent and fraction, are the
 magnitude times 2^-126, subnormals included; the factor 2^126 is part of the scale operand.
@@ -155,8 +155,7 @@ def _glu(gate, up, beta, linear_beta, SITU: tl.constexpr):
     if SITU:
         capped = beta * (2 / (1 + tl.exp(-2 * gate / beta)) - 1)
         return capped * sigmoid * linear_beta * (2 / (1 + tl.exp(-2 * up / linear_beta)) - 1)
-    else:
-        return gate * sigmoid * up
+    return gate * sigmoid * up
 
 
 @triton.jit

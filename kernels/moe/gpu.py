@@ -14,6 +14,7 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
 from k3vl.kernels.moe.experts_kernel import (
     combine_kernel,
     down_mxfp4_kernel,
@@ -22,9 +23,11 @@ from k3vl.kernels.moe.experts_kernel import (
     route_kernel,
 )
 from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
+from k3vl.kernels.situ import SituGLU
 
 if TYPE_CHECKING:
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+    from k3vl.kernels.situ import GatedActivation
 
 FEW_PAIRS = 4096
 """Up to here one launch plans everything; beyond, sorting costs nothing beside the products."""
@@ -55,15 +58,7 @@ DOWN = {
     160: Block(features=128, step=32, warps=8, stages=2),
 }
 """By tile width."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glu:
-    """The activation as numbers: SiTU-GLU with its caps, or SwiGLU."""
-
-    situ: bool
-    beta: float = 1.0
-    linear_beta: float = 1.0
+DENSE = Block(features=64, step=32, warps=4, stages=3)
 
 
 def route_gpu(
@@ -136,7 +131,7 @@ def moe_experts_mxfp4_gpu(
     weights: torch.Tensor,
     experts: torch.Tensor,
     stored: Mxfp4Experts,
-    glu: Glu,
+    activation: GatedActivation,
     *,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -148,7 +143,7 @@ def moe_experts_mxfp4_gpu(
         weights: [N, k] float32.
         experts: [N, k] int64.
         stored: the layer's experts.
-        glu: the activation.
+        activation: the gated activation, fused between the two products.
         norm: [L] weight of the RMSNorm behind the sum, or None.
         eps: of that norm.
 
@@ -175,26 +170,109 @@ def moe_experts_mxfp4_gpu(
     outputs = x.new_empty(tokens * top_k, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
-        block = GATE_UP[width]
-        grid = (triton.cdiv(inner, block.features), tiles.expert.numel())
-        gate_up_mxfp4_kernel[grid](
-            split, stored.w13, stored.w13_scale, plan.order,
-            tiles.expert, tiles.first, tiles.end, tiles.count, hidden, top_k, glu.beta, glu.linear_beta,
-            WIDTH=latent, INNER=inner, SITU=glu.situ, BM=block.features, BN=min(width, FULL), TAIL=max(0, width - FULL), BK=block.step,
-            WHOLE=inner % block.features == 0 and latent // 8 % block.step == 0, PACKED=packed, num_warps=block.warps, num_stages=block.stages,
+        grid, shape = _packed_shape(GATE_UP[width], width, inner, latent)
+        gate_up_mxfp4_kernel[(grid, tiles.expert.numel())](
+            split, stored.w13, stored.w13_scale, *_lists(plan, tiles), hidden, top_k,
+            *_caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
+            PACKED=packed, **shape,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
-        block = DOWN[width]
-        grid = (triton.cdiv(latent, block.features), tiles.expert.numel())
-        down_mxfp4_kernel[grid](
-            hidden, stored.w2, stored.w2_scale, plan.order,
-            tiles.expert, tiles.first, tiles.end, tiles.count, outputs,
-            INNER=inner, WIDTH=latent, BM=block.features, BN=min(width, FULL), TAIL=max(0, width - FULL), BK=block.step,
-            WHOLE=latent % block.features == 0 and inner // 8 % block.step == 0, PACKED=packed, num_warps=block.warps, num_stages=block.stages,
+        grid, shape = _packed_shape(DOWN[width], width, latent, inner)
+        down_mxfp4_kernel[(grid, tiles.expert.numel())](
+            hidden, stored.w2, stored.w2_scale, *_lists(plan, tiles), outputs,
+            INNER=inner, WIDTH=latent, PACKED=packed, **shape,
         )  # fmt: skip
+    _combine(outputs, weights, norm, eps, out)
+    return out
+
+
+def moe_experts_gpu(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activation: GatedActivation,
+) -> torch.Tensor:
+    """:func:`k3vl.kernels.moe.moe_experts` without waiting for the device."""
+    tokens, top_k = experts.shape
+    count, double, latent = w13.shape
+    inner = double // 2
+    if x.shape != (tokens, latent) or weights.shape != experts.shape or w2.shape[1] != latent:
+        raise ShapeError(
+            f"moe_experts: x {tuple(x.shape)}, weights {tuple(weights.shape)}, "
+            f"w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}"
+        )
+    out = torch.empty_like(x)
+    if not tokens:
+        return out
+    plan = plan_gpu(experts, count)
+    hidden = x.new_empty(tokens * top_k, inner)
+    outputs = x.new_empty(tokens * top_k, latent)
+    for width, tiles in plan.tiles.items():
+        shape = _dense_shape(width)
+        gate_up_dense_kernel[(triton.cdiv(inner, DENSE.features), tiles.expert.numel())](
+            x, w13, *_lists(plan, tiles), hidden, top_k, *_caps(activation),
+            WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU), **shape,
+        )  # fmt: skip
+    for width, tiles in plan.tiles.items():
+        shape = _dense_shape(width)
+        down_dense_kernel[(triton.cdiv(latent, DENSE.features), tiles.expert.numel())](
+            hidden, w2, *_lists(plan, tiles), outputs, INNER=inner, WIDTH=latent, **shape,
+        )  # fmt: skip
+    _combine(outputs, weights, None, 0.0, out)
+    return out
+
+
+def _lists(plan: ExpertPlan, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    """What a grouped product reads of the plan."""
+    return plan.order, tiles.expert, tiles.first, tiles.end, tiles.count
+
+
+def _packed_shape(
+    block: Block, width: int, features: int, columns: int
+) -> tuple[int, dict[str, int | bool]]:
+    """Blocks of features, and the launch constants of a product over packed weights."""
+    whole = features % block.features == 0 and columns // 8 % block.step == 0
+    return triton.cdiv(features, block.features), {
+        "BM": block.features,
+        "BN": min(width, FULL),
+        "TAIL": max(0, width - FULL),
+        "BK": block.step,
+        "WHOLE": whole,
+        "num_warps": block.warps,
+        "num_stages": block.stages,
+    }
+
+
+def _dense_shape(width: int) -> dict[str, int]:
+    """Launch constants; a tile of 160 runs as one of 256 whose end is masked."""
+    return {
+        "BM": DENSE.features,
+        "BN": triton.next_power_of_2(width),
+        "BK": DENSE.step,
+        "num_warps": DENSE.warps if width < FULL else 2 * DENSE.warps,
+        "num_stages": DENSE.stages,
+    }
+
+
+def _caps(activation: GatedActivation) -> tuple[float, float]:
+    """SiTU's two caps; SwiGLU has none and the kernel does not read them."""
+    if isinstance(activation, SituGLU):
+        return activation.beta, activation.linear_beta
+    return 1.0, 1.0
+
+
+def _combine(
+    outputs: torch.Tensor,
+    weights: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    tokens, latent = out.shape
     combine_kernel[(tokens,)](
         outputs, weights, norm, out, eps,
-        WIDTH=latent, K=top_k, NORM=norm is not None,
+        WIDTH=latent, K=weights.shape[1], NORM=norm is not None,
         BLOCK=triton.next_power_of_2(latent), num_warps=8 if latent > 1024 else 4,
     )  # fmt: skip
-    return out

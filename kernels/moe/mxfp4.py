@@ -15,7 +15,7 @@ from k3vl.kernels.moe.reference import moe_experts_reference
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from k3vl.kernels.situ import GatedActivation
 
 LARGEST_SCALE = 128
 """Scale bytes above it (weights over 12) would overflow the bfloat16 factor of the fast decoder."""
@@ -160,7 +160,7 @@ def moe_experts_mxfp4(
     weights: torch.Tensor,
     experts: torch.Tensor,
     stored: Mxfp4Experts,
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    activation: GatedActivation,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` on weights in 4 bits; decodes all of them first.
 
@@ -169,7 +169,7 @@ def moe_experts_mxfp4(
         weights: [N, k] float32.
         experts: [N, k] int64.
         stored: the layer's experts.
-        activation: [.., 2 I] -> [.., I].
+        activation: the gated activation.
 
     Returns:
         [N, L] in the dtype of ``x``; the sum is float32.

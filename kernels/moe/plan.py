@@ -1,10 +1,10 @@
 """Which token goes to which expert, as lists that a grouped matrix product walks.
 
-(token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of 128
-pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full tile
-joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
-Nothing here waits for the device: lists have the length of the worst case, and a count says how much
-of them is valid.
+(token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of
+128 pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full
+tile joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
+Nothing here waits for the device: lists have the length of the worst case, and a count says how
+much of them is valid.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def most_tiles(pairs: int, experts: int) -> dict[int, int]:
 
 
 def tiles_of(counts: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Tiles of every width that experts with so many pairs need, each in the shape of ``counts``."""
+    """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
     full, rest = counts // FULL, counts % FULL
     joined = (full > 0) & (rest > 0) & (rest <= JOINED)
     alone = ~joined
