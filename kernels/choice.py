@@ -185,10 +185,11 @@ def cpu_kernels(reason: str) -> Kernels:
 
 
 def triton_kernels(reason: str) -> Kernels:
-    """Attention, states and mixtures in Triton; matrix products and experts from PyTorch."""
+    """Attention, states, mixtures and experts in Triton; plain matrix products from PyTorch."""
     from k3vl.kernels.attn_residual.gpu import attn_residual
     from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
     from k3vl.kernels.mla.gpu import mla_decode, mla_prefill, mla_prefill_latent
+    from k3vl.kernels.moe.gpu import moe_experts_gpu, route_gpu
 
     language = composed_kernels(
         name="triton",
@@ -199,8 +200,8 @@ def triton_kernels(reason: str) -> Kernels:
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
         attn_residual=attn_residual,
-        route=route,
-        moe_experts=moe_experts,
+        route=route_gpu,
+        moe_experts=moe_experts_gpu,
         glu=glu,
         rms_norm=rms_norm,
     )

@@ -26,6 +26,7 @@ from k3vl.kernels.bench.attention_cases import (
 )
 from k3vl.kernels.bench.case import Case, ratio_of_norms
 from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
+from k3vl.kernels.bench.moe_cases import moe_cases, plan_cases, route_cases
 from k3vl.kernels.bench.timing import Ceilings, measure_ceilings, time_call
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "mla_prefill": mla_prefill_cases,
     "vision_attention": vision_cases,
     "vision_small": small_vision_cases,
+    "route": route_cases,
+    "plan_experts": plan_cases,
+    "moe_experts": moe_cases,
 }
 
 
