@@ -108,18 +108,20 @@ def route_cases() -> Iterator[Case]:
     for tokens in (1, 32, 8192, 32768):
         logits = normal(tokens, _E, dtype=torch.float32)
         bias = normal(_E, dtype=torch.float32) * 0.01
+        ours = partial(route_gpu, logits, bias, _K, renormalise=True, scale=1.0)
+        plain = partial(route, logits, bias, _K, renormalise=True, scale=1.0)
         yield Case(
             op="route",
             shape=f"T{tokens}, 16 of 896",
             ours=lambda a=logits, b=bias: _sorted(
                 *route_gpu(a, b, _K, renormalise=True, scale=1.0)
             ),
-            timed=partial(route_gpu, logits, bias, _K, renormalise=True, scale=1.0),
-            want=lambda a=logits, b=bias: _sorted(*route(a, b, _K, renormalise=True, scale=1.0)),
+            timed=ours,
+            want=lambda run=plain: _sorted(*run()),
             limit=1e-5,
             bytes=tokens * (_E * 4 + _K * 12),
             flops=tokens * _E * 20,
-            peers={"PyTorch": partial(route, logits, bias, _K, renormalise=True, scale=1.0)},
+            peers={"PyTorch": plain},
         )
 
 
