@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from k3vl.errors import CapacityError, K3VLError, MediaError
 from k3vl.generation import Answer, Generation, Inbox
 from k3vl.types import (
     ChatOptions,
+    Content,
     Finish,
     MediaPart,
     MediaSpan,
@@ -103,6 +105,8 @@ class Reply:
         usage: token counts.
         media: upright size and groups of every media part of the request.
         warnings: what was repaired or ignored in them.
+        confidence: geometric mean of the probabilities of the content's tokens, where the request
+            asked for log-probabilities; None without them, or without content.
     """
 
     content: str
@@ -112,6 +116,7 @@ class Reply:
     usage: Usage
     media: tuple[MediaLayout, ...] = ()
     warnings: tuple[str, ...] = ()
+    confidence: float | None = None
 
 
 class Pipeline:
@@ -378,6 +383,7 @@ class Pipeline:
             usage=last.usage,
             media=tuple(media.layout for media in prepared.media),
             warnings=prepared.warnings,
+            confidence=confidence_of(events),
         )
 
     def replies(
@@ -444,6 +450,14 @@ class Pipeline:
             raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:
             self.backend.cancel(request_id)
+
+
+def confidence_of(events: Iterable[Event]) -> float | None:
+    """Geometric mean of the probabilities of the content's tokens; None where none are told."""
+    logprobs = [
+        token.logprob for event in events if isinstance(event, Content) for token in event.logprobs
+    ]
+    return math.exp(sum(logprobs) / len(logprobs)) if logprobs else None
 
 
 def _num_uncounted(request: Request) -> int:

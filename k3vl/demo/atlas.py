@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from PIL import Image
 from k3vl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -142,6 +143,15 @@ class Atlas:
         if not found:
             raise ConfigError(f"{self.folder}: no drawings of style {style!r}")
         return dict(found)
+
+    def only(self, drawing_sets: Collection[str]) -> Atlas:
+        """The same names with the drawings of these sets alone."""
+        kept = [i for i, s in enumerate(self.sprites) if s.drawing_set in drawing_sets]
+        return replace(
+            self,
+            sprites=tuple(self.sprites[i] for i in kept),
+            held=frozenset(new for new, old in enumerate(kept) if old in self.held),
+        )
 
     def pixels(self) -> NDArray[np.uint8]:
         """[sprites, 96, 96, 4] RGBA of every sprite, in order."""

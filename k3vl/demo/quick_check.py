@@ -2,7 +2,7 @@
 
 Teacher forcing decides this exactly for greedy decoding: an answer is generated right if and only
 if every one of its tokens is the likeliest after the right ones. Drawn on the device by the
-training composer, without noise; figures to publish come from ``evaluate``, which runs files
+training composer, without noise; figures to publish come from ``k3vl eval``, which runs files
 through the pipeline.
 """
 
