@@ -68,7 +68,7 @@ def _features(drawings: NDArray[np.uint8]) -> NDArray[np.float32]:
     n = len(drawings)
     colour = rgb.reshape(n, 8, 8, 8, 8, 3).mean((2, 4)).reshape(n, -1)
     shape = alpha.reshape(n, 8, 8, 8, 8).mean((2, 4)).reshape(n, -1)
-    grey = rgb @ np.full(3, 1 / 3, np.float32)
+    grey = rgb.mean(-1).astype(np.float32)
     parts = (hog(grey), 0.7 * hog(alpha), 0.6 * (colour - 0.7), 0.8 * shape)
     return np.concatenate(parts, 1).astype(np.float32)
 
