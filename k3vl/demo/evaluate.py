@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from k3vl.demo.atlas import Atlas
     from k3vl.demo.scene import Scene
-    from k3vl.demo.tasks import Turn
+    from k3vl.demo.turns import Turn
     from k3vl.types import Request
 
 _CLIP_RATE = 2  # frames a second; the shipped configuration looks at all of them
@@ -53,7 +53,7 @@ _MAX_TOKENS = 80
 
 _ONE = SceneOptions(items=1, shapes=False, text=False)
 _SMALL = SceneOptions(items=1, shapes=False, text=False, small=True)
-_TEXT = SceneOptions(items=1, text=True)
+_TEXT = SceneOptions(items=1, text=True, digits=False)
 _ANY = SceneOptions()
 
 
