@@ -151,10 +151,13 @@ def draw(drawing: Drawing) -> bytes | None:
 
         box = _VIEW_BOX.search(drawing.data)
         tall = box is not None and float(box[2]) > float(box[1])
-        side = {"height" if tall else "width": _DRAWN}
+        width, height = (None, _DRAWN) if tall else (_DRAWN, None)
         try:
-            png = resvg_py.svg_to_bytes(svg_string=drawing.data, skip_system_fonts=True, **side)
-        except (ValueError, BaseException) as exc:
+            png = resvg_py.svg_to_bytes(
+                svg_string=drawing.data, width=width, height=height, skip_system_fonts=True
+            )
+        except BaseException as exc:
+            # What its authors did not foresee arrives as a Rust panic, which is no Exception.
             if type(exc).__name__ not in ("ValueError", "PanicException"):
                 raise
             return None

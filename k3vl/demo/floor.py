@@ -9,12 +9,13 @@ towards a multiple of the identity (Friedman 1989). numpy only.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from k3vl.demo.atlas import TRAIN
+from k3vl.demo.atlas import MORE, TRAIN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,7 +29,7 @@ _SHRINK = 0.3
 _CHUNK = 256
 
 
-def hog(images: NDArray[np.float32]) -> NDArray[np.float32]:
+def hog(images: NDArray[np.floating]) -> NDArray[np.float32]:
     """[n, 64, 64] in 0..1 -> [n, 1764]."""
     down, across = np.zeros_like(images), np.zeros_like(images)
     down[:, 1:-1] = images[:, 2:] - images[:, :-2]
@@ -68,7 +69,7 @@ def _features(drawings: NDArray[np.uint8]) -> NDArray[np.float32]:
     n = len(drawings)
     colour = rgb.reshape(n, 8, 8, 8, 8, 3).mean((2, 4)).reshape(n, -1)
     shape = alpha.reshape(n, 8, 8, 8, 8).mean((2, 4)).reshape(n, -1)
-    grey = rgb.mean(-1).astype(np.float32)
+    grey = rgb.mean(-1)
     parts = (hog(grey), 0.7 * hog(alpha), 0.6 * (colour - 0.7), 0.8 * shape)
     return np.concatenate(parts, 1).astype(np.float32)
 
@@ -77,10 +78,13 @@ class NameFloor:
     """Discriminants of all names, learned from the training drawings and their mirror images.
 
     Args:
-        atlas: its training sprites that are not held out are learned; all get an answer.
+        atlas: its training sprites that are not held out are learned; all that anything is
+            measured on get an answer.
     """
 
     def __init__(self, atlas: Atlas) -> None:
+        # Further drawings come last in an atlas, so indices stay what they are.
+        atlas = replace(atlas, sprites=tuple(s for s in atlas.sprites if s.style != MORE))
         drawings = atlas.pixels()
         x = features(drawings)
         own = [i for i, s in enumerate(atlas.sprites) if s.style == TRAIN and i not in atlas.held]

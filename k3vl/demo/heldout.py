@@ -15,17 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3vl.demo.atlas import HELD, TRAIN, load_atlas
+from k3vl.demo.charts import draw_chart
 from k3vl.demo.floor import NameFloor
 from k3vl.demo.grammar import sentence, with_article
+from k3vl.demo.heldout_scenes import FILE_RATE, HeldOut, Split
 from k3vl.demo.paint import Painter, save_clip
-from k3vl.demo.scene import SceneMaker, SceneOptions
-from k3vl.demo.tasks import Questioner, Turn, caption, pair_turns
-from k3vl.demo.words import Printer, find_fonts, word_list
+from k3vl.demo.scene import SceneOptions
+from k3vl.demo.tasks import caption
+from k3vl.demo.words import Printer, find_fonts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from k3vl.demo.atlas import Atlas
+    from k3vl.demo.heldout_scenes import Asked
     from k3vl.demo.scene import Scene
 
 QUICK = Path(__file__).with_name("heldout_quick")
@@ -42,21 +45,35 @@ FLOOR = "HOG+LDA"
 OPEN_SETS = ("noto", "noto-v1", "fluent-emoji-flat", "fluent-3d", "fluent-hc")
 """Drawings under Apache-2.0 and MIT, whose pictures may be passed on with a notice."""
 
-# What the shipped configuration samples; a file shows each frame for half a second.
-_SAMPLED, _FILE_RATE = 2, 24
-_SLOW = 0.3  # of the way; training never moves a thing by less than half of it
-
+_SAMPLED = 2  # frames a second that the shipped configuration looks at
 _ONE = SceneOptions(items=1, shapes=False, text=False)
 _SMALL = SceneOptions(items=1, shapes=False, text=False, small=True)
-_TEXT = SceneOptions(items=1, text=True)
-_ANY = SceneOptions()
-_SIDE = 224
+_TEXT = SceneOptions(items=1, text=True, digits=False)
+_NUMBERS = tuple(
+    SceneOptions(items=n, text=True, digits=True, repeat=False, shapes=False) for n in range(4)
+)
+_TWO_EVENTS = (SceneOptions(items=2, frames=8, events=2),)
+_THINKING = {"thinking": True}
+_EFFORT = {"thinking": True, "thinking_effort": "max"}
 _METRICS = {
     "caption": ("exact", "f1"),
     "count": ("balanced", "exact"),
     "total": ("balanced", "exact"),
     "yesno": ("balanced",),
+    "does": ("balanced",),
     "text": ("exact", "cer"),
+    "digits": ("exact", "cer"),
+    "json": ("json",),
+    "tool": ("tool_call",),
+}
+_NAMES = {
+    "count": "count of one kind",
+    "total": "count of everything",
+    "relation": "relation of two",
+    "at": "what is at a place",
+    "where": "in which of nine places",
+    "yesno": "yes or no",
+    "colour": "colour",
 }
 
 
@@ -64,42 +81,24 @@ def _several(count: int) -> SceneOptions:
     return SceneOptions(items=count, repeat=False, shapes=False, text=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """One row of the table.
-
-    Attributes:
-        task: which question is asked; ``pair`` shows two pictures.
-        style: which drawings are used.
-        size: width and height of the files; None draws one between 112 and 448 pixels each time.
-        scenes: options, one after the other.
-        printed: ``words`` or ``codes``: print only these.
-        held_font: print text in a font that training never saw.
-        slow: things move by less than they ever do in training.
-        options: chat options that differ from the checkpoint's.
-        suffix: file type.
-    """
-
-    name: str
-    task: str
-    style: str = TRAIN
-    size: tuple[int, int] | None = (_SIDE, _SIDE)
-    scenes: tuple[SceneOptions, ...] = (_ANY,)
-    printed: str = ""
-    held_font: bool = False
-    slow: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    suffix: str = ".png"
+_FOUR = (_several(3), _several(4))
 
 
 def splits(atlas: Atlas) -> list[Split]:
     """The table for the styles that an atlas holds."""
     unseen = [style for style in atlas.styles if style not in (TRAIN, HELD)]
-    return [*_naming(unseen), *_scenes(unseen), *_printed(), *_clips(unseen)]
+    return [
+        *_naming(unseen),
+        *_scenes(unseen),
+        *_printed(),
+        *_pairs(),
+        *_clips(unseen),
+        *_forms(),
+        *_thinking(),
+    ]
 
 
 def _naming(unseen: Sequence[str]) -> Iterator[Split]:
-    four = (_several(3), _several(4))
     small = (112, 112)
     kinds = {TRAIN: "known drawings", HELD: "unseen name x style", **{s: s for s in unseen}}
     for style, kind in kinds.items():
@@ -108,46 +107,23 @@ def _naming(unseen: Sequence[str]) -> Iterator[Split]:
             name=f"name at 112 px, {kind}", task="name", style=style, size=small, scenes=(_SMALL,)
         )
     for style in (TRAIN, *unseen):
-        yield Split(
-            name=f"caption of 3-4, {kinds[style]}", task="caption", style=style, scenes=four
-        )
-    yield Split(
-        name="caption of 3-4, any size, JPEG",
-        task="caption",
-        size=None,
-        scenes=four,
-        suffix=".jpg",
-    )
-    for name, options in (
-        ("thinking", {"thinking": True}),
-        ("thinking, effort preamble", {"thinking": True, "thinking_effort": "max"}),
-    ):
-        yield Split(name=f"caption of 3-4, {name}", task="caption", scenes=four, options=options)
+        name = f"caption of 3-4, {kinds[style]}"
+        yield Split(name=name, task="caption", style=style, scenes=_FOUR)
+    name = "caption of 3-4, any size, JPEG"
+    yield Split(name=name, task="caption", size=None, scenes=_FOUR, suffix=".jpg")
 
 
 def _scenes(unseen: Sequence[str]) -> Iterator[Split]:
-    names = {
-        "count": "count of one kind",
-        "total": "count of everything",
-        "relation": "relation of two",
-        "at": "what is at a place",
-        "where": "in which of nine places",
-        "yesno": "yes or no",
-        "colour": "colour",
-    }
-    for task, name in names.items():
+    for task, name in _NAMES.items():
         yield Split(name=name, task=task)
     for style in unseen:
         for task in ("yesno", "relation"):
-            yield Split(name=f"{names[task]}, {style}", task=task, style=style)
-    yield Split(
-        name="two pictures", task="pair", size=(168, 168), scenes=(_several(1), _several(2))
-    )
+            yield Split(name=f"{_NAMES[task]}, {style}", task=task, style=style)
 
 
 def _printed() -> Iterator[Split]:
     for printed, name in (("words", "unseen words"), ("codes", "codes")):
-        for held, font in ((False, "known fonts"), (True, "unseen font")):
+        for held, font in ((False, "known fonts"), (True, "unseen fonts")):
             yield Split(
                 name=f"{name}, {font}",
                 task="text",
@@ -155,29 +131,56 @@ def _printed() -> Iterator[Split]:
                 printed=printed,
                 held_font=held,
             )
+    yield Split(name="numbers", task="digits", scenes=_NUMBERS)
+    yield Split(name="bar charts", task="chart")
+
+
+def _pairs() -> Iterator[Split]:
+    size = (168, 168)
+    yield Split(name="two pictures", task="pair", size=size, scenes=(_several(1), _several(2)))
+    scenes = tuple(
+        SceneOptions(items=items, shapes=shapes)
+        for items in (1, 2, 3, 4)
+        for shapes in (False, True)
+    )
+    yield Split(name="difference of two pictures", task="difference", size=size, scenes=scenes)
 
 
 def _clips(unseen: Sequence[str]) -> Iterator[Split]:
-    plain = {"task": "video", "size": (112, 112), "suffix": ".mp4"}
+    def clip(name: str, task: str, scenes: tuple[SceneOptions, ...], **fields: Any) -> Split:
+        size = (112, 112)
+        return Split(name=name, task=task, size=size, suffix=".mp4", scenes=scenes, **fields)
+
     for style in (TRAIN, *unseen):
         kind = "known drawings" if style == TRAIN else style
         for frames in (4, 8):
-            scenes = (SceneOptions(frames=frames),)
-            name = f"clip of {frames} frames, {kind}"
-            yield Split(name=name, style=style, scenes=scenes, **plain)  # type: ignore[arg-type]
-    scenes = (SceneOptions(frames=8),)
-    yield Split(name="clip, unseen slow speed", slow=True, scenes=scenes, **plain)  # type: ignore[arg-type]
+            scenes = (SceneOptions(frames=frames, events=1),)
+            yield clip(f"clip of {frames} frames, {kind}", "video", scenes, style=style)
+    slow = (SceneOptions(frames=8, events=1),)
+    yield clip("clip, unseen slow speed", "video", slow, slow=True)
+    yield clip("clip, order of two events", "order", _TWO_EVENTS)
+    yield clip("clip, time of an event", "when", _TWO_EVENTS)
+
+
+def _forms() -> Iterator[Split]:
+    yield Split(name="form: one word", task="word", scenes=(_ONE,))
+    yield Split(name="form: at most five words", task="five", scenes=(_several(1), _several(2)))
+    yield Split(name="form: JSON", task="json", scenes=(_several(2), *_FOUR))
+    yield Split(name="form: digits", task="number")
+    yield Split(name="says what is not there", task="absent")
+    yield Split(name="tool calls", task="tool", size=(168, 168))
+
+
+def _thinking() -> Iterator[Split]:
+    for name, options in (("thinking", _THINKING), ("thinking, effort preamble", _EFFORT)):
+        yield Split(name=f"caption of 3-4, {name}", task="caption", scenes=_FOUR, options=options)
+    for task in ("count", "relation"):
+        yield Split(name=f"{_NAMES[task]}, thinking", task=task, options=_EFFORT)
+    yield Split(name="bar charts, thinking", task="chart", size=(336, 224), options=_THINKING)
+    yield Split(name="tool calls, thinking", task="tool", size=(168, 168), options=_THINKING)
 
 
 # ---------------------------------------------------------------------- files
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question about scenes."""
-
-    scenes: tuple[Scene, ...]
-    turn: Turn
 
 
 def write_split(
@@ -198,62 +201,43 @@ def write_split(
     rng = random.Random(seed)  # noqa: S311 - scenes, not secrets
     stem = "".join(c if c.isalnum() else "-" for c in split.name)
     lines = []
-    for number, asked in zip(range(items), _questions(split, atlas, seed), strict=False):
-        names = []
+    for number, asked in zip(range(items), HeldOut(split, atlas, seed), strict=False):
+        files = []
         for part, scene in enumerate(asked.scenes):
             size = split.size or (rng.randint(112, 448), rng.randint(112, 448))
-            names.append(f"{stem}-{number:03d}{'ab'[part] if split.task == 'pair' else ''}")
-            names[-1] += split.suffix
-            _save(painter.frames(scene, *size), folder / names[-1])
-        record: dict[str, Any] = {
-            "files": names,
-            "prompt": asked.turn.question,
-            "answer": asked.turn.answer,
-            "metric": list(_METRICS.get(split.task, ("exact",))),
-            "split": split.name,
-        }
-        if split.options:
-            record["options"] = split.options
-        if floor is not None and split.task in ("name", "caption"):
-            record["baselines"] = {FLOOR: _guess(split.task, asked.scenes[0], atlas, floor)}
-        lines.append(json.dumps(record) + "\n")
+            letter = "ab"[part] if len(asked.scenes) > 1 else ""
+            files.append(f"{stem}-{number:03d}{letter}{split.suffix}")
+            _save(_drawn(scene, size, painter, fonts), folder / files[-1])
+        lines.append(json.dumps(_record(split, asked, files, atlas, floor)) + "\n")
     with (folder / "labels.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(lines)
 
 
-def _questions(split: Split, atlas: Atlas, seed: int) -> Iterator[_Asked]:
-    """Without end."""
-    unseen = word_list(atlas.names, unseen=True)
-    printed = unseen if split.task == "text" else None
-    maker = SceneMaker(atlas, seed, style=split.style, printed=printed)
-    questions = Questioner(maker)
-    made = 0
-    while True:
-        options = split.scenes[made % len(split.scenes)]
-        scene = maker.scene(options)
-        if split.task == "pair":
-            pair = (scene, maker.scene(options))
-            found = _Asked(pair, pair_turns(maker.rng, pair, len(atlas.names))[0])
-        else:
-            turn = questions.ask(split.task, scene)
-            if turn is None or (
-                split.printed and (turn.answer in unseen) != (split.printed == "words")
-            ):
-                continue
-            if split.slow and not _slow_down(scene):
-                continue
-            found = _Asked((scene,), turn)
-        made += 1
-        yield found
-
-
-def _slow_down(scene: Scene) -> bool:
-    """Let the first thing go a shorter way; False where it does not move."""
-    if scene.event is None or scene.event.kind in ("appear", "disappear"):
-        return False
-    start, end = scene.event.path
-    scene.event = replace(scene.event, path=(start, start + _SLOW * (end - start)))
-    return True
+def _record(
+    split: Split, asked: Asked, files: list[str], atlas: Atlas, floor: NameFloor | None
+) -> dict[str, Any]:
+    """A line of ``labels.jsonl``."""
+    turn = asked.turn
+    answer: Any = turn.answer
+    if turn.calls:
+        answer = [{"name": call.tool, "arguments": dict(call.arguments)} for call in turn.calls]
+    elif split.task == "json":
+        answer = json.loads(turn.answer)
+    record: dict[str, Any] = {
+        "files": files,
+        "prompt": turn.question,
+        # A list under "answer" is one answer that is a list.
+        "answer": answer,
+        "metric": list(_METRICS.get(split.task, ("exact",))),
+        "split": split.name,
+    }
+    if options := split.options | asked.options:
+        record["options"] = options
+    if asked.tools:
+        record["tools"] = [tool.declaration() for tool in asked.tools]
+    if floor is not None and split.task in ("name", "caption"):
+        record["baselines"] = {FLOOR: _guess(split.task, asked.scenes[0], atlas, floor)}
+    return record
 
 
 def _guess(task: str, scene: Scene, atlas: Atlas, floor: NameFloor) -> str:
@@ -267,9 +251,17 @@ def _guess(task: str, scene: Scene, atlas: Atlas, floor: NameFloor) -> str:
     return sentence(with_article(guessed[0].name))
 
 
+def _drawn(
+    scene: Scene, size: tuple[int, int], painter: Painter, fonts: Sequence[str]
+) -> list[Image.Image]:
+    if scene.chart is not None:
+        return [draw_chart(scene.chart, *size, fonts)]
+    return painter.frames(scene, *size)
+
+
 def _save(frames: Sequence[Image.Image], path: Path) -> None:
     if path.suffix == ".mp4":
-        save_clip(frames, path, _FILE_RATE, repeat=_FILE_RATE // _SAMPLED)
+        save_clip(frames, path, FILE_RATE, repeat=FILE_RATE // _SAMPLED)
     else:
         frames[0].save(path, quality=90)
 

@@ -25,8 +25,8 @@ HIGH_CONTRAST = "fluent-emoji-high-contrast"
 UNSEEN = ("openmoji", "emojione-v1")
 """Icon sets: known ones by how their drawings are found, and those that stay unseen."""
 
-_CLOCK = re.compile(r"’clock|-thirty$")
-_QUOTES = "’'“”"
+_CLOCK = re.compile(r"\u2019clock|-thirty$")
+_QUOTES = "\u2019'\u201c\u201d"
 # Folders of clip art that hold logos, symbols, doubles and people.
 _NO_CLIP_ART = (
     ("computer",),
@@ -111,13 +111,14 @@ def icon_set(
         by_code_point = {code_points(point): name for point, name in listed.items()}
     squashed = {_squash(name): name for name in icons["icons"]} if drawing_set in BY_NAME else {}
     for concept in concepts:
+        name: str | None
         if squashed:
             name = squashed.get(_squash(concept["slug"]))
         else:
             name = by_code_point.get(code_points(concept["hex"])) or concept["slug"]
             if name not in icons["icons"] and drawing_set != HIGH_CONTRAST:
                 name = icons.get("aliases", {}).get(name, {}).get("parent")
-        if name in icons["icons"]:
+        if name is not None and name in icons["icons"]:
             svg = _svg(icons, name)
             if drawing_set == HIGH_CONTRAST:
                 svg = svg.replace("currentColor", _INK)
@@ -161,7 +162,7 @@ def clip_art(package: Path, concepts: Sequence[Mapping[str, Any]]) -> Iterator[D
     """
     root = package / "usr" / "share" / "openclipart" / "svg"
     names = {
-        re.sub("[^a-z ]", "", concept["name"].replace("’", "'").lower()): concept
+        re.sub("[^a-z ]", "", concept["name"].replace("\u2019", "'").lower()): concept
         for concept in concepts
     }
     names.pop("star", None)  # mostly geometry

@@ -1,0 +1,238 @@
+"""More drawings for training: line icons of Iconify sets and two monochrome emoji fonts.
+
+The drawing sets of the atlas are mostly coloured; what stays unseen is how people draw with a pen.
+These sets add line art and silhouettes by other hands. ``python -m k3vl.demo.icons`` writes
+``more-icons.json`` and its sheets into an atlas folder; it needs ``resvg-py`` and the unpacked
+packages, which docs/demo lists with versions and licences. Every drawing is stored twice where it
+has an inside: as ink alone, to be tinted, and as black ink on white paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import unicodedata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from k3vl.demo.atlas import CELL, INK_SUFFIX, is_held, load_atlas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ICON_SETS = (
+    "game-icons",
+    "healthicons",
+    "hugeicons",
+    "icon-park",
+    "icon-park-outline",
+    "iconoir",
+    "lucide",
+    "material-symbols",
+    "mdi",
+    "mingcute",
+    "ph",
+    "tabler",
+    "temaki",
+)
+# The plain name first; at most two drawings of a set are taken, of which one is filled.
+_LINE = ("", "-outline", "-01", "-line", "-light", "-outline-rounded", "-variant", "-stroke")
+_FILLED = ("-fill", "-filled", "-rounded", "-solid", "-duotone", "-02")
+# Icon sets mean something else by these words.
+OTHER_SENSE = frozenset(
+    {
+        "bank",
+        "bubbles",
+        "cricket",
+        "crutch",
+        "drum",
+        "fly",
+        "fog",
+        "hook",
+        "ice",
+        "label",
+        "link",
+        "mate",
+        "memo",
+        "metro",
+        "mouse",
+        "pick",
+        "pie",
+        "pin",
+        "rat",
+        "ring",
+        "satellite",
+        "seal",
+        "speaker",
+        "star",
+        "station",
+        "thread",
+        "train",
+        "turkey",
+        "wheel",
+        "window",
+        "wood",
+    }
+)
+_INNER = 92
+_SIDE = 16  # sprites in a row of a sheet
+
+
+def slug(name: str) -> str:
+    """``woman's hat`` -> ``womans-hat``."""
+    plain = unicodedata.normalize("NFD", name.lower().replace("\u2019", "").replace("'", ""))
+    plain = "".join(c for c in plain if not unicodedata.combining(c))
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+
+
+def icons_of(table: dict[str, Any], name: str) -> list[str]:
+    """Icon names of a set that show ``name``: one in line, one filled."""
+    known = table["icons"].keys() | table.get("aliases", {}).keys()
+    found = []
+    for suffixes in (_LINE, _FILLED):
+        own = [slug(name) + suffix for suffix in suffixes if slug(name) + suffix in known]
+        found += own[:1]
+    return found
+
+
+def svg(table: dict[str, Any], icon: str) -> str:
+    """The icon as a document, in black."""
+    entry = table["icons"].get(icon) or table["icons"].get(table["aliases"][icon]["parent"])
+    if entry is None:
+        return ""
+    width = entry.get("width", table.get("width", 16))
+    height = entry.get("height", table.get("height", 16))
+    body = entry["body"].replace("currentColor", "#000")
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+    return f'{head} width="{width}" height="{height}" color="#000">{body}</svg>'
+
+
+def fit(alpha: Image.Image) -> Image.Image | None:
+    """Ink trimmed and centred in a cell; None where there is none."""
+    box = alpha.point(lambda v: 255 if v > 16 else 0).getbbox()
+    if box is None:
+        return None
+    alpha = alpha.crop(box)
+    scale = _INNER / max(alpha.size)
+    width, height = (max(1, round(side * scale)) for side in alpha.size)
+    cell = Image.new("L", (CELL, CELL))
+    alpha = alpha.resize((width, height), Image.Resampling.LANCZOS)
+    cell.paste(alpha, ((CELL - width) // 2, (CELL - height) // 2))
+    return cell
+
+
+def on_paper(ink: Image.Image) -> Image.Image | None:
+    """Black ink with everything that it encloses in white; None where it encloses little."""
+    room = Image.new("L", (CELL + 2, CELL + 2))
+    room.paste(ink.point(lambda v: 255 if v > 60 else 0), (1, 1))
+    ImageDraw.floodfill(room, (0, 0), 128)
+    inside = np.asarray(room.crop((1, 1, CELL + 1, CELL + 1))) == 0
+    if inside.mean() < 0.04:
+        return None
+    alpha = np.maximum(np.asarray(ink), inside * np.uint8(255))
+    dark = np.where(inside, 255 - np.asarray(ink), 0)
+    return Image.fromarray(np.stack([dark, dark, dark, alpha], -1).astype(np.uint8), "RGBA")
+
+
+def _icons(folder: Path, names: Sequence[str]) -> Iterator[tuple[int, str, str, Image.Image]]:
+    """Name index, set, icon, ink."""
+    import resvg_py
+
+    for kind in ICON_SETS:
+        table = json.loads(next(folder.glob(f"*{kind}-[0-9]*/icons.json")).read_text("utf-8"))
+        for index, name in enumerate(names):
+            if name in OTHER_SENSE:
+                continue
+            for icon in icons_of(table, name):
+                text = svg(table, icon)
+                if not text:
+                    continue
+                data = bytes(
+                    resvg_py.svg_to_bytes(svg_string=text, width=160, skip_system_fonts=True)
+                )
+                with Image.open(io.BytesIO(data)) as image:
+                    yield index, kind, icon, image.convert("RGBA").getchannel("A")
+
+
+def _glyphs(
+    fonts: Sequence[Path], kind: str, code_points: Sequence[str]
+) -> Iterator[tuple[int, str, str, Image.Image]]:
+    """Name index, set, code point, ink; a glyph that the font lacks looks like its box."""
+    faces = [ImageFont.truetype(str(path), 160) for path in fonts]
+    missing = [_drawn(face, "\U0010fffe").tobytes() for face in faces]
+    for index, points in enumerate(code_points):
+        numbers = [int(p, 16) for p in points.split("-") if p not in ("", "FE0F")]
+        if len(numbers) != 1:
+            continue
+        for face, box in zip(faces, missing, strict=True):
+            ink = _drawn(face, chr(numbers[0]))
+            if ink.getbbox() and ink.tobytes() != box:
+                yield index, kind, points, ink
+                break
+
+
+def _drawn(face: ImageFont.FreeTypeFont, text: str) -> Image.Image:
+    image = Image.new("L", (320, 320))
+    ImageDraw.Draw(image).text((40, 40), text, fill=255, font=face)
+    return image
+
+
+def build(atlas_folder: Path, npm: Path, symbola: Path) -> int:
+    """Write ``more-icons.json`` and its sheets; the number of drawings."""
+    atlas = load_atlas(atlas_folder)
+    concepts = json.loads((atlas_folder / "concepts.json").read_text("utf-8"))
+    rows = json.loads((atlas_folder / "train.json").read_text("utf-8"))
+    code_points = sorted({row["hex"] for row in rows})
+    assert {c["hex"] for c in concepts} >= set(code_points), "names of all drawings are known"
+    # The monochrome font has the designs of the coloured one, whose held-out cells stay unseen.
+    allowed = ["" if is_held(p, "noto") or is_held(p, "noto-v1") else p for p in code_points]
+    emoji = sorted(npm.glob("*noto-emoji-*/files/noto-emoji-[0-9]*-400-normal.woff2"))
+    sources = [
+        *_glyphs([symbola], "symbola", code_points),
+        *_glyphs(emoji, "noto-emoji", allowed),
+        *_icons(npm, atlas.names),
+    ]
+    pictures: list[Image.Image] = []
+    lines: list[dict[str, Any]] = []
+    for index, kind, source, alpha in sources:
+        if (ink := fit(alpha)) is None:
+            continue
+        black = Image.new("RGBA", ink.size)
+        black.putalpha(ink)
+        versions = [(f"{kind}{INK_SUFFIX}", black), (kind, on_paper(ink))]
+        for name, picture in versions:
+            if picture is not None:
+                sheet, cell = divmod(len(pictures), _SIDE**2)
+                row, column = divmod(cell, _SIDE)
+                place = {"sheet": f"more-icons-{sheet:03d}.webp", "row": row, "col": column}
+                lines.append(place | {"hex": code_points[index], "set": name, "source": source})
+                pictures.append(picture)
+    for start in range(0, len(pictures), _SIDE**2):
+        canvas = Image.new("RGBA", (CELL * _SIDE, CELL * _SIDE))
+        for cell, picture in enumerate(pictures[start : start + _SIDE**2]):
+            canvas.paste(picture, (cell % _SIDE * CELL, cell // _SIDE * CELL))
+        name = f"more-icons-{start // _SIDE**2:03d}.webp"
+        canvas.save(atlas_folder / name, quality=70, alpha_quality=40, method=4)
+    (atlas_folder / "more-icons.json").write_text(json.dumps(lines), encoding="utf-8")
+    return len(pictures)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m k3vl.demo.icons", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--atlas", type=Path, required=True, help="folder to add sheets to")
+    parser.add_argument("--npm", type=Path, required=True, help="unpacked npm packages")
+    parser.add_argument("--symbola", type=Path, required=True, help="Symbola_hint.ttf")
+    args = parser.parse_args(arguments)
+    count = build(args.atlas, args.npm, args.symbola)
+    print(f"{count} drawings")  # noqa: T201 - a command's output
+
+
+if __name__ == "__main__":
+    main()
