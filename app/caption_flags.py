@@ -134,9 +134,15 @@ _RUN = (
     ),
     click.option("--quiet", is_flag=True, help="No progress bar, no remarks."),
 )
+base_url_option = click.option(
+    "--base-url", help="Ask an OpenAI-compatible endpoint, up to and including /v1."
+)
+api_key_option = click.option(
+    "--api-key", envvar="OPENAI_API_KEY", help="Its key; or OPENAI_API_KEY."
+)
 _ENDPOINT = (
-    click.option("--base-url", help="Ask an OpenAI-compatible endpoint, up to and including /v1."),
-    click.option("--api-key", envvar="OPENAI_API_KEY", help="Its key; or OPENAI_API_KEY."),
+    base_url_option,
+    api_key_option,
     click.option("--concurrency", type=click.IntRange(1, 512), help="Items in the works at once."),
     click.option("--retries", default=6, show_default=True, type=click.IntRange(min=0)),
 )

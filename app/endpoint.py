@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10.0
 
 
-def need_http_client(extra: str = "caption") -> ModuleType:
-    """The optional ``httpx2``.
-
-    Args:
-        extra: which extra brings it to this front end.
+def need_http_client() -> ModuleType:
+    """The optional ``httpx2``; the extras ``caption`` and ``demo`` bring it.
 
     Raises:
         ConfigError: it is not installed.
@@ -29,7 +26,7 @@ def need_http_client(extra: str = "caption") -> ModuleType:
     try:
         import httpx2
     except ImportError as exc:
-        raise ConfigError(f"--base-url needs httpx2: pip install 'k3vl[{extra}]'") from exc
+        raise ConfigError("--base-url needs httpx2: pip install httpx2") from exc
     return httpx2
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import av
 import numpy as np
 
-from k3vl.errors import RequestError
+from k3vl.errors import MediaError
 from k3vl.vision.image import load_image, open_image, read_orientation
 from k3vl.vision.limits import DEFAULT_LIMITS
 from k3vl.vision.processor import composite
@@ -65,13 +66,15 @@ def video_url(source: bytes | Path) -> str:
     """A whole clip's file as a data URL.
 
     Raises:
-        RequestError: it is too large to be sent.
+        MediaError: it cannot be read, or is too large to be sent.
     """
-    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    try:
+        size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
+    except OSError as exc:
+        raise MediaError("the file is gone", code="media_not_found") from exc
     if size > MAX_VIDEO_BYTES:
-        raise RequestError(
-            f"a clip of {size} bytes is not sent, at most {MAX_VIDEO_BYTES}; --clip-seconds cuts it"
-            " into pieces",
+        raise MediaError(
+            f"a clip of {size} bytes is not sent to an endpoint, at most {MAX_VIDEO_BYTES} are",
             code="media_too_large",
         )
     data = source if isinstance(source, bytes) else read_path(source)

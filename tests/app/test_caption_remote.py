@@ -302,7 +302,7 @@ def test_a_clip_that_is_too_large_is_said(endpoint: Endpoint, tmp_path: Path, mo
     monkeypatch.setattr(sent_media, "MAX_VIDEO_BYTES", 100)
     row = json.loads(run(path, "--json", *flags(endpoint)).stdout)
     assert row["code"] == "media_too_large"
-    assert "--clip-seconds" in row["error"]
+    assert row["error_class"] == "media"
     assert run(path, "--clip-seconds=2", *flags(endpoint)).exit_code == 0
 
 
