@@ -59,7 +59,11 @@ def demo_site() -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def scripted_site() -> Iterator[Site]:
     """Answers ``Red.``; to a greeting 1500 words, fifty a second; to a puzzle with a tool call."""
-    by_word = {"Hello": "word " * 1500 + END, "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS}
+    by_word = {
+        "Hello": "word " * 1500 + END,
+        "says so": "Red." + END,
+        "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS,
+    }
     with serve("Red." + END, delay=0.02, by_word=by_word) as site:
         yield site
 
@@ -240,7 +244,7 @@ def test_a_tool_call_is_a_card_and_its_result_continues_the_answer(
     sync_api.expect(card).to_contain_text('"word": "cat"')
     assert "look_up" in scripted_site.state()["asked"]
     sync_api.expect(field).to_contain_text("Result of look_up")
-    field.locator("textarea").fill("a small animal, says Red")
+    field.locator("textarea").fill("a small animal, it says so")
     field.get_by_role("button", name="Send result").click()
     sync_api.expect(page.locator("#k3-chat .thought-group").nth(1)).to_contain_text(
         "Result of look_up"

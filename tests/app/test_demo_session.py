@@ -250,7 +250,7 @@ def test_what_a_browser_cannot_show_has_a_stand_in(picture: Path, tmp_path: Path
     with Image.open(scan.shown) as image:
         assert (image.format, image.size) == ("PNG", (20, 40)), "upright"
         assert image.convert("RGB").getpixel((5, 5))[0] > 200
-    assert Image.open(film.shown).format == "PNG"
+    assert film.shown.read_bytes().startswith(b"\x89PNG")
     rows = [row.value["content"] for row in chat_rows(session.turns)]
     paths = [content["path"] for content in rows if isinstance(content, dict)]
     assert paths == [str(picture), str(scan.shown), str(film.shown)]
