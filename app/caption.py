@@ -19,6 +19,7 @@ from k3vl.app.captioning.listing import Listing, find_files, spool
 from k3vl.app.captioning.media import MediaLoader
 from k3vl.app.captioning.needs import Needs
 from k3vl.app.captioning.outputs import JsonLinesOutput, TableOutput, format_of, is_regular
+from k3vl.app.captioning.pages import Pages
 from k3vl.app.captioning.preflight import (
     Survey,
     collision_error,
@@ -186,7 +187,9 @@ def _listing(stack: ExitStack, options: CaptionOptions) -> Listing:
 
 def _loader(options: CaptionOptions, processor: MediaProcessor) -> MediaLoader:
     return MediaLoader(
-        processor, pages=options.inputs.pages, clip_seconds=options.inputs.clip_seconds
+        processor,
+        pages=Pages.parse(options.inputs.pages),
+        clip_seconds=options.inputs.clip_seconds,
     )
 
 
@@ -271,7 +274,14 @@ def _engine(options: CaptionOptions) -> Engine:
     model, limits, policy = options.model, _limits(options), _policy(options)
     if model.base_url is None:
         pipeline = Pipeline.load(model.model, device=model.device, limits=limits, policy=policy)
-        return LocalEngine(pipeline, parallel=model.concurrency or LOCAL_PARALLEL)
+        local = LocalEngine(pipeline, parallel=model.concurrency or LOCAL_PARALLEL)
+        try:
+            if options.prompts.schema is not None:
+                local.check(options.prompts.schema)
+        except BaseException:
+            local.close()
+            raise
+        return local
     from k3vl.app.captioning.remote import RemoteEngine
 
     engine = RemoteEngine(
@@ -318,8 +328,10 @@ def _check(options: CaptionOptions, listing: Listing) -> None:
         raise ConfigError(f"--on-existing {outputs.policy} has no meaning for JSON sidecars")
     if len(set(outputs.files)) < len(outputs.files):
         raise ConfigError("--output: the same file is given twice")
-    if options.model.base_url is not None and inputs.clip_seconds is not None:
-        raise ConfigError("--clip-seconds: pieces of a clip cannot be sent to an endpoint")
+    Pages.parse(inputs.pages)
+    prompts = options.prompts
+    if prompts.schema is not None and (prompts.prefix or prompts.suffix or prompts.trigger):
+        raise ConfigError("--json-schema: with a prefix, suffix or trigger it would not be JSON")
     tables = any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in inputs.arguments)
     has_columns = tables or listing.has_shards or "-" in inputs.arguments
     check_variables(options.prompts, None if has_columns else PATH_VARIABLES)
@@ -350,7 +362,8 @@ def _note_changes(options: CaptionOptions, journal: Journal | None) -> None:
 
 
 def _expands(options: CaptionOptions) -> bool:
-    return options.inputs.pages == "all" or options.inputs.clip_seconds is not None
+    inputs = options.inputs
+    return inputs.clip_seconds is not None or inputs.pages not in ("first", "clip")
 
 
 def _dry_run(

@@ -28,10 +28,11 @@ _INPUT = (
     ),
     click.option(
         "--pages",
-        type=click.Choice(["first", "all", "clip"]),
         default="first",
         show_default=True,
-        help="Of files with several pictures: the first, each, or animated ones as a clip.",
+        metavar="first|all|clip|LIST",
+        help="Of files with several pictures: the first, each, animated ones as a clip, or those "
+        "with these numbers, such as 1,3-5,8-.",
     ),
     click.option(
         "--clip-seconds",
@@ -65,6 +66,9 @@ _PROMPT = (
     ),
     click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0)),
     click.option("--stop", multiple=True, help="Text that ends a caption; not part of it."),
+    click.option(
+        "--json-schema", type=_FILE, help="Captions are JSON that fits the schema in this file."
+    ),
     click.option("--seed", type=int, help="Of drawing and of sampling; each item gets its own."),
 )
 _OUTPUT = (
@@ -130,9 +134,15 @@ _RUN = (
     ),
     click.option("--quiet", is_flag=True, help="No progress bar, no remarks."),
 )
+base_url_option = click.option(
+    "--base-url", help="Ask an OpenAI-compatible endpoint, up to and including /v1."
+)
+api_key_option = click.option(
+    "--api-key", envvar="OPENAI_API_KEY", help="Its key; or OPENAI_API_KEY."
+)
 _ENDPOINT = (
-    click.option("--base-url", help="Ask an OpenAI-compatible endpoint, up to and including /v1."),
-    click.option("--api-key", envvar="OPENAI_API_KEY", help="Its key; or OPENAI_API_KEY."),
+    base_url_option,
+    api_key_option,
     click.option("--concurrency", type=click.IntRange(1, 512), help="Items in the works at once."),
     click.option("--retries", default=6, show_default=True, type=click.IntRange(min=0)),
 )
@@ -149,7 +159,7 @@ def options_of(values: dict[str, Any]) -> CaptionOptions:
     """The flags as options.
 
     Raises:
-        ConfigError: a prompt file cannot be used.
+        ConfigError: a prompt file or a schema cannot be used.
     """
     from k3vl.app.captioning.options import (
         CaptionOptions,
@@ -194,8 +204,10 @@ def options_of(values: dict[str, Any]) -> CaptionOptions:
 
 def _prompts(values: dict[str, Any]) -> Prompts:
     from k3vl.app.captioning.prompts import DEFAULT, Prompts, read_prompts, text_prompt
+    from k3vl.app.captioning.schema import Schema
     from k3vl.types import SamplingParams
 
+    schema = values["json_schema"]
     prompts = [text_prompt(text) for text in dict.fromkeys(values["prompts"])]
     if values["prompt_file"] is not None:
         prompts += read_prompts(values["prompt_file"])
@@ -215,6 +227,7 @@ def _prompts(values: dict[str, Any]) -> Prompts:
         prefix=values["prefix"],
         suffix=values["suffix"],
         trigger=values["trigger"],
+        schema=None if schema is None else Schema.load(schema),
     )
 
 

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from k3vl import __version__
-from k3vl.app.caption_flags import caption_options, options_of
+from k3vl.app.caption_flags import (
+    api_key_option,
+    base_url_option,
+    caption_options,
+    options_of,
+)
 from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import ConfigError, K3VLError
 
@@ -97,6 +102,8 @@ def caption(**values: Any) -> None:
     help="Ask visitors for these; better given as K3VL_DEMO_AUTH.",
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open a browser tab.")
+@base_url_option
+@api_key_option
 @model_option
 @device_option
 def demo(
@@ -105,13 +112,15 @@ def demo(
     max_file_mb: int,
     auth: str | None,
     open_browser: bool,
+    base_url: str | None,
+    api_key: str | None,
     model: str,
     device: Device,
 ) -> None:
     """Chat with the model in the browser.
 
     Pictures and clips are pasted, dropped or attached. Listens on this machine only, unless --host
-    says otherwise.
+    says otherwise. With --base-url answers come from an endpoint that knows the model as --model.
     """
     from k3vl.app.chat_demo.launch import DemoSettings, parse_auth, run_demo
 
@@ -123,6 +132,8 @@ def demo(
         max_file_mb=max_file_mb,
         open_browser=open_browser,
         auth=parse_auth(auth),
+        base_url=base_url,
+        api_key=api_key,
     )
     run_demo(settings, say=click.echo)
 
@@ -201,8 +212,8 @@ def serve(**options: Any) -> None:
 )
 @model_option
 @device_option
-@click.option("--base-url", help="Ask an OpenAI-compatible endpoint, up to and including /v1.")
-@click.option("--api-key", envvar="OPENAI_API_KEY", help="Its key; or OPENAI_API_KEY.")
+@base_url_option
+@api_key_option
 @_count("--in-flight", 16, "Questions in the works at once.")
 def evaluate(quick: bool, **values: Any) -> None:
     """Measure right answers: files on disk through processor, model and parser.

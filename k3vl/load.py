@@ -13,6 +13,7 @@ from k3vl.checkpoint import CheckpointReader
 from k3vl.checkpoint_summary import summarise_checkpoint
 from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.errors import ConfigError
+from k3vl.lm.ahead import EncodeAhead
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.table import expected_tensors as expected_text_tensors
@@ -94,7 +95,9 @@ def open_checkpoint(
     # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
     batch = engine.max_step_patches if where.type == "cuda" else None
     encoder = VisionEncoder(tower, projector, max_patches_per_batch=batch)
-    backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids))
+    # With one thread for each operation another core is free for the tower.
+    ahead = EncodeAhead(encoder) if where.type == "cpu" and engine.num_threads == 1 else None
+    backend = LocalBackend(Engine(model, ahead or encoder, engine, stop_ids=stop_ids), ahead=ahead)
     return Parts(
         processor=MediaProcessor(media, limits=limits, policy=policy),
         tokenizer=tokenizer,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from k3vl.app.captioning.rows import Answer, Ask, ItemTimeoutError
 from k3vl.config import checkpoint_path
-from k3vl.errors import CapacityError
+from k3vl.errors import CapacityError, ConfigError, RequestError
 from k3vl.types import MediaPart, Message, TextPart
 
 if TYPE_CHECKING:
     from k3vl.app.captioning.media import Loaded
+    from k3vl.app.captioning.schema import Schema
     from k3vl.pipeline import Pipeline
+    from k3vl.types import ChatOptions
     from k3vl.vision.processor import MediaProcessor
 
 LOCAL_PARALLEL = 32
@@ -60,7 +63,9 @@ class LocalEngine:
         start = time.monotonic()
         part = MediaPart(loaded.media.layout.kind, loaded.fetched.data)
         message = Message(role="user", parts=(part, TextPart(ask.text)))
-        request = self._pipeline.request([message], sampling=ask.sampling)
+        request = self._pipeline.request(
+            [message], options=self._options(ask.schema), sampling=ask.sampling
+        )
         prepared = self._pipeline.assemble(request, [loaded.media])
         try:
             reply = self._pipeline.complete(prepared, seconds=seconds)
@@ -75,6 +80,27 @@ class LocalEngine:
             usage=reply.usage,
             latency=time.monotonic() - start,
         )
+
+    def check(self, schema: Schema) -> None:
+        """Make sure that a schema can be enforced, before any work.
+
+        Raises:
+            ConfigError: it goes beyond what the grammars express.
+        """
+        try:
+            self._pipeline.constraints.compile(
+                self._pipeline.request("", options=self._options(schema))
+            )
+        except RequestError as exc:
+            raise ConfigError(f"--json-schema: {exc}") from exc
+
+    def _options(self, schema: Schema | None) -> ChatOptions:
+        defaults = self._pipeline.defaults
+        if schema is None:
+            return defaults
+        # As the server passes it on: the model is shown the schema alone.
+        wanted = {"type": "json_schema", "json_schema": {"schema": schema.asked}}
+        return replace(defaults, response_format=wanted)
 
     def close(self) -> None:
         """See :class:`Engine`."""

@@ -10,9 +10,10 @@ import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from k3vl.app.captioning.items import WHOLE, FsspecFile, Item, Piece, Source
+from k3vl.app.captioning.pages import Pages
 from k3vl.app.captioning.rows import Seen
 from k3vl.errors import ConfigError, MediaError
 from k3vl.types import MediaPart
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from k3vl.types import MediaKind, ProcessedMedia
+    from k3vl.vision.limits import MediaLimits
     from k3vl.vision.processor import MediaProcessor
     from k3vl.vision.timeline import Clip
 
-Pages = Literal["first", "all", "clip"]
-MAX_PAGES = 4096
-"""Pages of one file that are captioned one by one."""
+FIRST_PAGE = Pages()
 _HASH_BYTES = 1 << 20
 
 
@@ -92,7 +92,7 @@ class MediaLoader:
         self,
         processor: MediaProcessor,
         *,
-        pages: Pages = "first",
+        pages: Pages = FIRST_PAGE,
         clip_seconds: float | None = None,
     ) -> None:
         self._processor = processor
@@ -103,7 +103,7 @@ class MediaLoader:
 
     def expand(self, source: Source) -> Iterator[Item]:
         """A source's items; one that cannot be opened is one item, whose loading tells why."""
-        if source.error is None and (self._pages != "first" or self._clip_seconds is not None):
+        if source.error is None and (self._pages.kind != "first" or self._clip_seconds is not None):
             try:
                 pieces = self._pieces(self.fetch(source))
             except MediaError:
@@ -114,12 +114,14 @@ class MediaLoader:
             yield Item(source, piece)
 
     def _pieces(self, fetched: Fetched) -> list[Piece]:
-        if fetched.kind == "image" and self._pages != "first":
+        if fetched.kind == "image" and self._pages.kind != "first":
             count = self._count_pages(fetched)
-            if count > 1 and self._pages == "all":
-                return [Piece(page=number + 1) for number in range(min(count, MAX_PAGES))]
-            if count > 1:
+            if count > 1 and self._pages.kind == "clip":
                 return [Piece(animated=True)]
+            if count > 1:
+                # Where none of the listed is there, the first of them tells so when it is loaded.
+                numbers = self._pages.numbers(count) or [self._pages.ranges[0][0]]
+                return [Piece(page=number) for number in numbers]
         if fetched.kind == "video" and self._clip_seconds is not None:
             with open_video(fetched.data, self._processor.limits) as clip:
                 return _windows(clip.timeline, self._clip_seconds)
@@ -135,7 +137,7 @@ class MediaLoader:
         except DECODER_ERRORS:
             return 1
         # A clip needs frames that follow each other; pages of a document do not.
-        return 1 if self._pages == "clip" and kind.decoder in ("TIFF", "JPEG") else count
+        return 1 if self._pages.kind == "clip" and kind.decoder in ("TIFF", "JPEG") else count
 
     # ------------------------------------------------------------------ bytes
 
@@ -202,33 +204,67 @@ class MediaLoader:
     def _page(self, fetched: Fetched, number: int) -> Image:
         data = fetched.data
         assert isinstance(data, bytes)
-        image = open_image(data, check_image(data, self._processor.limits))
+        image = open_page(data, number, self._processor.limits)
         try:
-            image.seek(number - 1)
             return image.copy()
         except DECODER_ERRORS as exc:
             raise MediaError(f"page {number} cannot be read", code="image_corrupt") from exc
 
     def _window(self, fetched: Fetched, start: float, end: float) -> ProcessedMedia:
         """A part of a clip; its frames keep the times that they have in the whole."""
-        processor = self._processor
-        with open_video(fetched.data, processor.limits) as clip:
-            times = [at for at in clip.timeline.times if start <= at < end]
-            if not times:
-                raise MediaError(
-                    f"no frame between {start:g} s and {end:g} s", code="video_corrupt"
-                )
-            plan = plan_frame(clip.width, clip.height, processor.config)
-            budget = frame_budget(plan, processor.config, processor.limits)
-            inside = Timeline(tuple(at - times[0] for at in times), clip.timeline.fps)
-            moments = [
-                Moment(times[0] + moment.at, times[0] + moment.time)
-                for moment in inside.choose(processor.config.sample_fps, budget)
-            ]
-            frames = [
-                (_in_aspect(f.image, clip), f.time) for f in clip.frames(moments, threads=True)
-            ]
-            return processor.process_frames([f for f, _ in frames], [at for _, at in frames])
+        frames = list(chosen_frames(fetched, Piece(start=start, end=end), self._processor))
+        return self._processor.process_frames(
+            [image for image, _ in frames], [at for _, at in frames]
+        )
+
+
+def chosen_frames(
+    fetched: Fetched, piece: Piece, processor: MediaProcessor
+) -> Iterator[tuple[Image, float]]:
+    """The frames of a clip, or of a piece of one, that the processor's rules choose.
+
+    Args:
+        fetched: the whole clip.
+        piece: which part of it.
+        processor: its settings are the rules.
+
+    Yields:
+        Upright frames in display aspect, with their seconds in the whole clip.
+
+    Raises:
+        MediaError: it cannot be decoded, or has no frame there.
+    """
+    start, end = piece.start or 0.0, piece.end
+    with open_video(fetched.data, processor.limits) as clip:
+        times = [at for at in clip.timeline.times if start <= at and (end is None or at < end)]
+        if not times:
+            raise MediaError(f"no frame between {start:g} s and {end:g} s", code="video_corrupt")
+        plan = plan_frame(clip.width, clip.height, processor.config)
+        budget = frame_budget(plan, processor.config, processor.limits)
+        inside = Timeline(tuple(at - times[0] for at in times), clip.timeline.fps)
+        moments = [
+            Moment(times[0] + moment.at, times[0] + moment.time)
+            for moment in inside.choose(processor.config.sample_fps, budget)
+        ]
+        for frame in clip.frames(moments, threads=True):
+            yield _in_aspect(frame.image, clip), frame.time
+
+
+def open_page(data: bytes, number: int, limits: MediaLimits) -> Image:
+    """A picture opened at one of its pages, from 1; not decoded yet.
+
+    Raises:
+        MediaError: it has no such page, or cannot be read up to there.
+    """
+    image = open_image(data, check_image(data, limits))
+    try:
+        count = int(getattr(image, "n_frames", 1))
+        if number <= count:
+            image.seek(number - 1)
+            return image
+    except DECODER_ERRORS as exc:
+        raise MediaError(f"page {number} cannot be read", code="image_corrupt") from exc
+    raise MediaError(f"no page {number}, there are {count}", code="page_missing")
 
 
 def _kind(head: bytes) -> MediaKind:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from k3vl.app.captioning.media import Pages
     from k3vl.app.captioning.outputs import Format
     from k3vl.app.captioning.prompts import Prompts
     from k3vl.app.captioning.sidecars import Policy
@@ -24,7 +23,7 @@ class InputOptions:
     exclude: tuple[str, ...] = ()
     follow_symlinks: bool = False
     columns: tuple[str, ...] = ()
-    pages: Pages = "first"
+    pages: str = "first"
     clip_seconds: float | None = None
     private_networks: bool = False
 
@@ -126,6 +125,7 @@ class CaptionOptions:
                 "stop_ids": [],
             },
             "pages": self.inputs.pages,
+            **({} if prompts.schema is None else {"json_schema": prompts.schema.content}),
             "clip_seconds": self.inputs.clip_seconds,
             "retry_failed": self.run.retry_failed,
         }

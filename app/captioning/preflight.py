@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from k3vl.app.captioning.items import Item, make_key
+from k3vl.app.captioning.media import open_page
 from k3vl.app.captioning.sidecars import existing
 from k3vl.app.output import printable
 from k3vl.errors import ConfigError, MediaError
-from k3vl.vision.image import check_image, open_image, read_orientation
+from k3vl.vision.image import read_orientation
 from k3vl.vision.plan import frame_budget, plan_frame, plan_image
 from k3vl.vision.video import open_video
 
@@ -190,9 +191,7 @@ def planned_tokens(fetched: Fetched, item: Item, processor: MediaProcessor) -> t
     if fetched.kind == "image" and not item.piece.animated:
         data = fetched.data
         assert isinstance(data, bytes)
-        image = open_image(data, check_image(data, limits))
-        if item.piece.page:
-            image.seek(item.piece.page - 1)
+        image = open_page(data, item.piece.page or 1, limits)
         width, height = image.size
         if read_orientation(image, []) >= 5:
             width, height = height, width

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from k3vl.app.captioning.items import Item
+    from k3vl.app.captioning.schema import Schema
     from k3vl.types import MediaKind, SamplingParams
 
 DEFAULT_PROMPTS: dict[MediaKind, str] = {
@@ -67,6 +68,7 @@ class Prompts:
         sampling: for every prompt.
         prefix, suffix: put around every caption.
         trigger: a word that every caption must hold; put in front where it does not.
+        schema: what captions must fit; None where they are any text.
     """
 
     prompts: tuple[Prompt, ...] = (DEFAULT,)
@@ -76,6 +78,7 @@ class Prompts:
     prefix: str = ""
     suffix: str = ""
     trigger: str = ""
+    schema: Schema | None = None
 
     @property
     def several(self) -> bool:
@@ -99,7 +102,7 @@ class Prompts:
         sampling = self.sampling
         if sampling.temperature > 0:
             sampling = replace(sampling, seed=self._random(item, prompt.id).getrandbits(31))
-        return Ask(prompt_id=prompt.id, text=text, sampling=sampling)
+        return Ask(prompt_id=prompt.id, text=text, sampling=sampling, schema=self.schema)
 
     def finish(self, text: str) -> str:
         """The caption made of an answer."""

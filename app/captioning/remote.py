@@ -1,38 +1,38 @@
 """Captions from any OpenAI-compatible endpoint: retries, backoff, the same rows.
 
 Media are decoded here first, so a bad file is the same error as with the embedded engine and never
-reaches the server. JPEG, PNG and WebP that are upright go out as they are; everything else as PNG.
+reaches the server; ``k3vl.app.sent_media`` says in which form they go out.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import random
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from k3vl.app.captioning.media import chosen_frames
 from k3vl.app.captioning.rows import Answer, Ask, ItemTimeoutError
-from k3vl.errors import BackendError, Cancelled, ConfigError, RequestError
-from k3vl.types import Usage
-from k3vl.vision.image import load_image, open_image, read_orientation
-from k3vl.vision.limits import DEFAULT_LIMITS
-from k3vl.vision.sniff import HEAD_BYTES, sniff
+from k3vl.app.endpoint import (
+    check_endpoint,
+    error_text,
+    need_http_client,
+    open_client,
+    read_usage,
+)
+from k3vl.app.sent_media import frames_url, image_url, png_url, video_url
+from k3vl.errors import BackendError, Cancelled, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import ModuleType
 
     from k3vl.app.captioning.media import Loaded
+    from k3vl.types import Usage
     from k3vl.vision.processor import MediaProcessor
 
 _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_SENT_AS_THEY_ARE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
-_VIDEO_TYPES = {"matroska": "video/webm", "GIF": "image/gif", "avi": "video/x-msvideo"}
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0
-_MAX_VIDEO_BYTES = 64 * 2**20
 
 
 class RemoteEngine:
@@ -70,15 +70,9 @@ class RemoteEngine:
         self._retries = retries
         self._closed = threading.Event()
         self._jitter = random.Random()  # noqa: S311 - only spreads retries
-        try:
-            self._client = self._http.Client(
-                base_url=base_url.rstrip("/") + "/",
-                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-                timeout=self._http.Timeout(request_seconds, connect=10.0),
-                limits=self._http.Limits(max_connections=parallel),
-            )
-        except (self._http.InvalidURL, ValueError) as exc:
-            raise ConfigError(f"--base-url {base_url}: not a URL") from exc
+        self._client = open_client(
+            self._http.Client, base_url, api_key, seconds=request_seconds, connections=parallel
+        )
 
     def check(self) -> None:
         """Ask the endpoint for its models, before any work.
@@ -86,23 +80,7 @@ class RemoteEngine:
         Raises:
             ConfigError: it does not answer, refuses the key, or has no such model.
         """
-        where = str(self._client.base_url)
-        try:
-            response = self._client.get("models", timeout=10.0)
-        except self._http.UnsupportedProtocol as exc:
-            raise ConfigError(f"--base-url {where}: not an http: or https: URL") from exc
-        except self._http.TransportError as exc:
-            raise ConfigError(f"{where}: no answer ({type(exc).__name__})") from exc
-        if response.status_code in (401, 403):
-            raise ConfigError(f"{where}: the API key is refused (HTTP {response.status_code})")
-        if response.status_code != 200:
-            return  # not every endpoint lists its models
-        try:
-            names = [str(entry["id"]) for entry in response.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            return
-        if names and self.name not in names:
-            raise ConfigError(f"{where}: no model '{self.name}'; there are {', '.join(names[:10])}")
+        check_endpoint(self._client, self.name)
 
     def answer(self, loaded: Loaded, ask: Ask, seconds: float | None) -> Answer:
         """See :class:`~k3vl.app.captioning.engines.Engine`."""
@@ -127,7 +105,6 @@ class RemoteEngine:
     # ------------------------------------------------------------------ one request
 
     def _body(self, loaded: Loaded, ask: Ask) -> dict[str, Any]:
-        kind, url = _media_url(loaded)
         sampling = ask.sampling
         body: dict[str, Any] = {
             "model": self.name,
@@ -135,7 +112,7 @@ class RemoteEngine:
                 {
                     "role": "user",
                     "content": [
-                        {"type": f"{kind}_url", f"{kind}_url": {"url": url}},
+                        _media_part(loaded, self.processor),
                         {"type": "text", "text": ask.text},
                     ],
                 }
@@ -151,6 +128,8 @@ class RemoteEngine:
             body["seed"] = sampling.seed
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if ask.schema is not None:
+            body["response_format"] = ask.schema.response_format
         return body
 
     def _send(
@@ -187,7 +166,7 @@ class RemoteEngine:
             return _Failure(f"HTTP {status}", _retry_after(response.headers.get("Retry-After")))
         if status != 200:
             raise RequestError(
-                f"the endpoint refused it: HTTP {status}: {_message(response)}",
+                f"the endpoint refused it: HTTP {status}: {error_text(response)}",
                 code=f"http_{status}",
             )
         try:
@@ -236,33 +215,9 @@ def _parse(data: dict[str, Any]) -> dict[str, str]:
 
 def _usage(usage: object, loaded: Loaded) -> Usage:
     """The endpoint's counts; media tokens are our own plan's where it tells none."""
-    counts = usage if isinstance(usage, dict) else {}
-    prompt = counts.get("prompt_tokens_details") or {}
-    completion = counts.get("completion_tokens_details") or {}
     planned = sum(item.num_tokens for item in loaded.media.items)
     is_image = loaded.seen.kind == "image"
-    return Usage(
-        prompt_tokens=_count(counts.get("prompt_tokens")),
-        image_tokens=_count(prompt.get("image_tokens"), planned if is_image else 0),
-        video_tokens=_count(prompt.get("video_tokens"), 0 if is_image else planned),
-        cached_tokens=_count(prompt.get("cached_tokens")),
-        completion_tokens=_count(counts.get("completion_tokens")),
-        reasoning_tokens=_count(completion.get("reasoning_tokens")),
-    )
-
-
-def _count(value: object, default: int = 0) -> int:
-    return value if isinstance(value, int) else default
-
-
-def _message(response: Any) -> str:
-    """The server's words on one line."""
-    try:
-        error = response.json()["error"]
-        text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        text = str(response.text)
-    return " ".join(text.split())[:300]
+    return read_usage(usage, image_tokens=planned * is_image, video_tokens=planned * (not is_image))
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -272,56 +227,18 @@ def _retry_after(value: str | None) -> float | None:
         return None
 
 
-def _media_url(loaded: Loaded) -> tuple[str, str]:
-    """``image`` or ``video``, and the data URL."""
+def _media_part(loaded: Loaded, processor: MediaProcessor) -> dict[str, Any]:
+    """The message's part; its data are made anew for every item, so none is held meanwhile."""
+    kind = loaded.seen.kind
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": _url(loaded, processor)}}
+
+
+def _url(loaded: Loaded, processor: MediaProcessor) -> str:
+    data, piece = loaded.fetched.data, loaded.piece
+    if piece.animated or piece.start is not None:
+        frames = chosen_frames(loaded.fetched, piece, processor)
+        return frames_url(frames, processor.config.transparent_bg_config)
     if loaded.seen.kind == "video":
-        return "video", _video_url(loaded)
-    data = loaded.fetched.data
+        return video_url(data)
     assert isinstance(data, bytes)
-    if loaded.page is not None:
-        return "image", _png(loaded.page)
-    kind = sniff(data[:HEAD_BYTES])
-    header = open_image(data, kind)
-    plain = header.mode in ("RGB", "L", "RGBA") and read_orientation(header, []) == 1
-    if plain and kind.decoder in _SENT_AS_THEY_ARE:
-        return "image", _data_url(_SENT_AS_THEY_ARE[kind.decoder], data)
-    return "image", _png(data)
-
-
-def _video_url(loaded: Loaded) -> str:
-    if loaded.piece.start is not None:
-        raise RequestError("pieces of a clip cannot be sent to an endpoint", code="unsupported")
-    data = loaded.fetched.whole(_MAX_VIDEO_BYTES)
-    if data is None:
-        raise RequestError(
-            f"a clip of more than {_MAX_VIDEO_BYTES} bytes is not sent", code="media_too_large"
-        )
-    kind = sniff(data[:HEAD_BYTES])
-    return _data_url(_VIDEO_TYPES.get(kind.decoder, "video/mp4"), data)
-
-
-def _png(picture: Any) -> str:
-    """An upright PNG of a file or of a page."""
-    image = load_image(picture, DEFAULT_LIMITS).image
-    if image.mode not in ("RGB", "L", "RGBA"):
-        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return _data_url("image/png", stream.getvalue())
-
-
-def _data_url(mime: str, data: bytes) -> str:
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
-
-
-def need_http_client() -> ModuleType:
-    """The optional ``httpx2``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import httpx2
-    except ImportError as exc:
-        raise ConfigError("--base-url needs httpx2: pip install 'k3vl[caption]'") from exc
-    return httpx2
+    return image_url(data) if loaded.page is None else png_url(loaded.page)

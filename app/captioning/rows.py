@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from k3vl.app.captioning.schema import Schema, SchemaError
 from k3vl.errors import CapacityError, K3VLError, MediaError, RequestError
 from k3vl.types import Usage
 
@@ -28,6 +29,7 @@ COLUMNS: dict[str, str] = {
     "prompt_id": "text",
     "prompt": "text",
     "caption": "text",
+    "data": "text",
     "reasoning": "text",
     "finish": "text",
     **{f"usage_{name}": "int" for name in asdict(Usage())},
@@ -94,11 +96,13 @@ class Ask:
         prompt_id: names it in outputs.
         text: what the model is asked.
         sampling: with the item's own seed.
+        schema: what the answer must fit; None where it may be any text.
     """
 
     prompt_id: str
     text: str
     sampling: SamplingParams
+    schema: Schema | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +121,9 @@ class Origin:
 
 
 def caption_row(
-    item: Item, seen: Seen, ask: Ask, answer: Answer, *, caption: str, origin: Origin
+    item: Item, seen: Seen, ask: Ask, answer: Answer, *, caption: str, data: Any, origin: Origin
 ) -> Row:
-    """The row of a caption."""
+    """The row of a caption; ``data`` is what it holds where a schema was asked for."""
     row: Row = {
         "id": item.id,
         "path": item.source.path,
@@ -147,6 +151,8 @@ def caption_row(
             "stop": list(ask.sampling.stop),
         },
     }
+    if ask.schema is not None:
+        row["data"] = data
     if origin.with_reasoning:
         row["reasoning"] = answer.reasoning
     return row
@@ -180,6 +186,8 @@ def error_code(error: K3VLError) -> str:
     """A stable word for what went wrong."""
     if isinstance(error, ItemTimeoutError):
         return "item_timeout"
+    if isinstance(error, SchemaError):
+        return "schema_unmet"
     if isinstance(error, RequestError):
         return error.code
     return "capacity" if isinstance(error, CapacityError) else "engine_error"
@@ -195,6 +203,7 @@ def error_class(error: K3VLError) -> str:
 def flat(row: Row) -> dict[str, Any]:
     """One value for each of :data:`COLUMNS`; what a row does not have is None."""
     values = {**row, **{f"usage_{k}": v for k, v in row.get("usage", {}).items()}}
-    if "params" in values:
-        values["params"] = json.dumps(values["params"])
+    for name in ("params", "data"):
+        if name in values:
+            values[name] = json.dumps(values[name], ensure_ascii=False)
     return {name: values.get(name) for name in COLUMNS}

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from k3vl.app.captioning.media import Fetched, Loaded, MediaLoader, thumbnail
 from k3vl.app.captioning.rows import (
@@ -61,6 +61,7 @@ class _Made:
     id: str
     seen: Seen
     answer: Answer
+    data: Any
     thumbnail: bytes | None
 
 
@@ -150,6 +151,7 @@ class _Work:
             ask,
             made.answer,
             caption=worker.prompts.finish(made.answer.text),
+            data=made.data,
             origin=worker.origin,
         )
         if made.id != item.id:
@@ -160,7 +162,8 @@ class _Work:
         worker = self._worker
         loaded = self._load()
         answer = worker.engine.answer(loaded, ask, self._left())
-        return _Made(self._item.id, loaded.seen, answer, self.thumbnail)
+        data = None if ask.schema is None else ask.schema.read(answer.text, answer.finish)
+        return _Made(self._item.id, loaded.seen, answer, data, self.thumbnail)
 
     def _load(self) -> Loaded:
         if self._loaded is None:

@@ -36,12 +36,14 @@ class Attachment:
         path: where the upload lies.
         kind: how it is read.
         problem: why it cannot be used; empty while it can.
+        shown: a picture in its place in the chat, where a browser cannot show the file itself.
         digests: content keys of its encoder items, once it was read.
     """
 
     path: Path
     kind: MediaKind
     problem: str = ""
+    shown: Path | None = None
     digests: tuple[str, ...] = ()
 
     @property
@@ -125,9 +127,18 @@ class Answer:
                 self.thought_at = now
 
     @property
-    def message(self) -> Message | None:
-        """The answer as later turns see it; None where there is nothing to remember."""
-        calls = tuple(draft.call for draft in self.calls if draft.call is not None)
+    def complete_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that can be carried out."""
+        return tuple(draft.call for draft in self.calls if draft.call is not None)
+
+    def message(self, *, with_calls: bool) -> Message | None:
+        """The answer as later turns see it; None where there is nothing to remember.
+
+        Args:
+            with_calls: its calls have results; a call without one is not told, for endpoints
+                refuse it.
+        """
+        calls = self.complete_calls if with_calls else ()
         if not (self.content.strip() or calls):
             return None
         parts = (TextPart(self.content),) if self.content else ()
@@ -137,11 +148,20 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """A question with its files, and its answer."""
+class ToolResult:
+    """What came of a call, in the visitor's words."""
 
+    call: ToolCall
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A question with its files, or results of the calls before it; and the answer."""
+
+    text: str = ""
     attachments: tuple[Attachment, ...] = ()
+    results: tuple[ToolResult, ...] = ()
     answer: Answer
 
     @property
@@ -150,17 +170,27 @@ class Turn:
         return tuple(file for file in self.attachments if not file.problem)
 
     @property
-    def message(self) -> Message:
-        """The question without what failed."""
+    def messages(self) -> tuple[Message, ...]:
+        """The question without what failed, or one message for each result."""
+        if self.results:
+            return tuple(
+                Message(
+                    role="tool",
+                    parts=(TextPart(result.text),),
+                    tool_call_id=result.call.id,
+                    tool_name=result.call.name,
+                )
+                for result in self.results
+            )
         parts: list[Part] = [file.part for file in self.usable]
         if self.text:
             parts.append(TextPart(self.text))
-        return Message(role="user", parts=tuple(parts))
+        return (Message(role="user", parts=tuple(parts)),) if parts else ()
 
     @property
     def askable(self) -> bool:
         """Whether the model may be asked: a question whose files all failed would be guessed at."""
-        return bool(self.usable) or bool(self.text and not self.attachments)
+        return bool(self.usable or self.results) or bool(self.text and not self.attachments)
 
     def without(self, file: Attachment, problem: str) -> Turn:
         """The same turn with one more file that cannot be used."""
@@ -187,15 +217,17 @@ def remember(turns: Sequence[Turn]) -> Remembered:
     A turn that failed, or was stopped before any answer, is shown but not remembered: a bad file or
     an error never reaches a later question.
     """
-    messages: list[Message] = []
-    owners: list[int] = []
-    for index, turn in enumerate(turns):
-        last = index == len(turns) - 1
-        reply = None if last else turn.answer.message
-        if not last and (reply is None or not turn.message.parts):
-            continue
-        for message in (turn.message, reply):
-            if message is not None:
-                messages.append(message)
-                owners.append(index)
-    return Remembered(tuple(messages), tuple(owners))
+    kept: list[tuple[int, tuple[Message, ...]]] = []
+    with_calls = False  # whether the turn behind is remembered and holds results
+    for index in reversed(range(len(turns))):
+        turn, last = turns[index], index == len(turns) - 1
+        reply = None if last else turn.answer.message(with_calls=with_calls)
+        with_calls = False
+        if last or (reply is not None and turn.messages):
+            kept.append((index, turn.messages if reply is None else (*turn.messages, reply)))
+            with_calls = bool(turn.results)
+    kept.reverse()
+    return Remembered(
+        tuple(message for _, messages in kept for message in messages),
+        tuple(index for index, messages in kept for _ in messages),
+    )

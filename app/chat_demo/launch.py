@@ -9,21 +9,26 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from k3vl.app.chat_demo.remote import RemoteChat
+from k3vl.app.inspect import media_config
 from k3vl.errors import ConfigError
 from k3vl.pipeline import Pipeline
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
+from k3vl.vision.processor import MediaProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import gradio as gr
 
+    from k3vl.app.chat_demo.model import ChatModel
     from k3vl.load import Device
 
 _QUIET = {
@@ -38,7 +43,9 @@ class DemoSettings:
     """How the demo is served.
 
     Attributes:
-        model: checkpoint directory, or ``demo``.
+        model: checkpoint directory, or ``demo``; the endpoint's name for it where there is one.
+        base_url: an OpenAI-compatible endpoint; None is the embedded engine.
+        api_key: for the endpoint; no visitor sees it.
         device: where the model runs.
         host, port: address to listen on; port None takes the first free one from 7860.
         max_file_mb: uploads above this many megabytes are refused.
@@ -53,6 +60,8 @@ class DemoSettings:
     max_file_mb: int = 200
     open_browser: bool = False
     auth: tuple[str, str] | None = None
+    base_url: str | None = None
+    api_key: str | None = None
 
 
 def parse_auth(text: str | None) -> tuple[str, str] | None:
@@ -82,10 +91,8 @@ def run_demo(settings: DemoSettings, *, say: Callable[[str], None]) -> None:
     """
     _require_gradio()
     check_address(settings.host, settings.port)
-    say(f"loading {settings.model} ...")
-    with Pipeline.load(settings.model, device=settings.device) as pipeline:
-        warm_up(pipeline)
-        page = open_demo(pipeline, settings)
+    with open_model(settings, say=say) as model:
+        page = open_demo(model, settings)
         say(f"k3vl demo: {page.local_url}")
         if not is_loopback(settings.host) and settings.auth is None:
             say(f"warning: {settings.host} is open to the network; --auth asks for a password")
@@ -93,6 +100,30 @@ def run_demo(settings: DemoSettings, *, say: Callable[[str], None]) -> None:
             page.block_thread()
         finally:
             page.close(verbose=False)
+
+
+@contextmanager
+def open_model(settings: DemoSettings, *, say: Callable[[str], None]) -> Iterator[ChatModel]:
+    """Load the checkpoint, or reach the endpoint.
+
+    Raises:
+        ConfigError: neither can be used.
+        WeightError: the checkpoint's tensors are not usable.
+    """
+    if settings.base_url is not None:
+        remote = RemoteChat(
+            settings.base_url,
+            settings.model,
+            MediaProcessor(media_config("k3")),
+            api_key=settings.api_key,
+        )
+        remote.check()
+        yield remote
+        return
+    say(f"loading {settings.model} ...")
+    with Pipeline.load(settings.model, device=settings.device) as pipeline:
+        warm_up(pipeline)
+        yield pipeline
 
 
 def check_address(host: str, port: int | None) -> None:
@@ -128,13 +159,13 @@ def warm_up(pipeline: Pipeline) -> None:
 
 
 def open_demo(
-    pipeline: Pipeline, settings: DemoSettings, *, examples: Path | None = None
+    model: ChatModel, settings: DemoSettings, *, examples: Path | None = None
 ) -> gr.Blocks:
-    """Start serving a pipeline; returns at once.
+    """Start serving a model; returns at once.
 
     Args:
-        pipeline: answers; stays the caller's to close.
-        settings: address and caps; ``model`` and ``device`` are not looked at.
+        model: answers; stays the caller's to close.
+        settings: address and caps; what says which model it is is not looked at.
         examples: folder of example pictures; by default the repository's.
 
     Raises:
@@ -149,7 +180,7 @@ def open_demo(
     from k3vl.app.chat_demo.page import build_page
     from k3vl.app.chat_demo.session import Sessions
 
-    page = build_page(pipeline, Sessions(pipeline), examples or example_folder())
+    page = build_page(model, Sessions(model), examples or example_folder())
     page.queue(default_concurrency_limit=16, max_size=256, api_open=False)
     try:
         page.launch(

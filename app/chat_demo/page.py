@@ -25,8 +25,8 @@ from k3vl.xtml.messages import parse_tools
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from k3vl.app.chat_demo.model import ChatModel
     from k3vl.app.chat_demo.seen import Seen
-    from k3vl.pipeline import Pipeline
 
 _EFFORTS = ("low", "high", "max")
 _FILE_TYPES = [
@@ -46,39 +46,41 @@ class _View(NamedTuple):
     figures: gr.HTML
     seen: gr.Gallery
     facts: gr.HTML
+    result: gr.Textbox
 
 
-def build_page(pipeline: Pipeline, sessions: Sessions, examples: Path) -> gr.Blocks:
+def build_page(model: ChatModel, sessions: Sessions, examples: Path) -> gr.Blocks:
     """Lay the page out and wire it to the sessions.
 
     Args:
-        pipeline: whose defaults and name are shown.
+        model: whose defaults and name are shown.
         sessions: conversations by tab.
         examples: folder of example pictures; may be absent.
     """
-    demo_model = pipeline.name == "demo"
+    demo_model = model.name == "demo"
     page: gr.Blocks = gr.Blocks(
         title="k3vl", analytics_enabled=False, fill_height=True, delete_cache=_CLEAN_UP
     )
     with page:
         with gr.Sidebar(label="Settings", open=False, position="right", width=320):
-            settings = _drawer(pipeline.defaults)
+            settings = _drawer(model.defaults)
         with gr.Row(elem_id="k3-head"):
-            gr.HTML(look.header(Path(pipeline.name).name), padding=False)
+            gr.HTML(look.header(Path(model.name).name), padding=False)
             fresh = gr.Button("New chat", size="sm", variant="secondary")
             drawer = gr.Button("Settings", size="sm", variant="secondary")
             dark = gr.Button("Light / dark", size="sm", variant="secondary")
         with gr.Row(equal_height=False):
             with gr.Column(scale=5, min_width=320, elem_classes="k3-main"):
                 view_chat = _chatbot(look.intro(demo_model=demo_model), examples, demo_model)
+                result = _result_box()
                 box = _box()
             with gr.Column(scale=2, min_width=300, elem_classes="k3-side"):
                 gr.HTML(look.section("Figures of the last answer"), padding=False)
                 figures = gr.HTML(figures_html(None), padding=False, elem_id="k3-figures")
-                gr.HTML(look.section("What the model sees"), padding=False)
+                gr.HTML(look.section("What the model sees", look.SEEN_HINT), padding=False)
                 seen = _gallery()
                 facts = gr.HTML(look.SEEN_EMPTY, padding=False, elem_id="k3-facts")
-        view = _View(view_chat, box, figures, seen, facts)
+        view = _View(view_chat, box, figures, seen, facts, result)
         _wire(page, sessions, view, settings)
         _at_once(fresh.click, _clearer(sessions), list(view))
         dark.click(None, None, None, js=look.TOGGLE_THEME)
@@ -116,6 +118,18 @@ def _box() -> gr.MultimodalTextbox:
         sources=["upload"],
         max_lines=8,
         autofocus=True,
+    )
+
+
+def _result_box() -> gr.Textbox:
+    return gr.Textbox(
+        elem_id="k3-result",
+        label="Result of a call",
+        placeholder="What the tool answers, as text or JSON",
+        lines=2,
+        max_lines=8,
+        submit_btn="Send result",
+        visible=False,
     )
 
 
@@ -212,6 +226,7 @@ def _wire(
         (view.chat.example_select, _example_sender(sessions), settings),
         (view.chat.retry, _retrier(sessions), settings),
         (view.chat.edit, _editor(sessions), settings),
+        (view.result.submit, _giver(sessions), [view.result, *settings]),
     ]
     for bind, handler, inputs in answering:
         asked = bind(
@@ -223,10 +238,11 @@ def _wire(
             show_progress="hidden",
             api_visibility="private",
         )
-        _at_once(asked.then, _settler(sessions), [view.chat, view.box])
+        _at_once(asked.then, _settler(sessions), [view.chat, view.box, view.result])
     _at_once(view.chat.undo, _undoer(sessions), list(view))
     _at_once(view.chat.clear, _clearer(sessions), list(view))
     _at_once(view.box.stop, _stopper(sessions), None)
+    _at_once(view.chat.select, _selector(sessions), [view.seen, view.facts])
 
     async def forget(request: gr.Request) -> None:
         sessions.drop(_key(request))
@@ -294,6 +310,30 @@ def _editor(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]
     return edit
 
 
+def _giver(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
+    async def give(request: gr.Request, text: str, *drawer: Any) -> AsyncIterator[tuple[Any, ...]]:
+        session, chosen = sessions.get(_key(request)), read_settings(*drawer)
+        if len(session.awaited) > 1:
+            async for _ in session.give(text, chosen):
+                yield _frame(session, result=_result_of(session))
+            return
+        async for shown in _show(session, session.give(text, chosen)):
+            yield shown
+
+    return give
+
+
+def _selector(sessions: Sessions) -> Callable[..., Any]:
+    async def select(request: gr.Request, data: gr.SelectData) -> tuple[Any, ...]:
+        # A click on a row shows what the model saw of that turn; a turn without files, nothing.
+        session = sessions.get(_key(request))
+        turn = _turn_of(session, data.index)
+        seen = () if turn is None else await session.look(turn)
+        return (_gallery_of(seen), _facts_of(seen)) if seen else (gr.skip(), gr.skip())
+
+    return select
+
+
 def _undoer(sessions: Sessions) -> Callable[..., Any]:
     async def undo(request: gr.Request, data: gr.UndoData) -> tuple[Any, ...]:
         session = sessions.get(_key(request))
@@ -302,7 +342,7 @@ def _undoer(sessions: Sessions) -> Callable[..., Any]:
             return _frame(session)
         text, paths = session.undo(turn)
         value = {"text": text, "files": [str(path) for path in paths]}
-        return _frame(session, box=_idle_box(value=value))
+        return _frame(session, box=_idle_box(value=value), result=_result_of(session))
 
     return undo
 
@@ -312,7 +352,8 @@ def _clearer(sessions: Sessions) -> Callable[..., Any]:
         session = sessions.get(_key(request))
         session.clear()
         gallery = gr.Gallery(value=None, visible=False)
-        return [], _idle_box(value=None), figures_html(None), gallery, look.SEEN_EMPTY
+        hidden = gr.Textbox(visible=False)
+        return [], _idle_box(value=None), figures_html(None), gallery, look.SEEN_EMPTY, hidden
 
     return clear
 
@@ -329,11 +370,11 @@ def _settler(sessions: Sessions) -> Callable[..., Any]:
         # After an answer, however it ended: the last rows, and a box that takes questions.
         session = sessions.get(_key(request))
         if session.busy:
-            return gr.skip(), gr.skip()
+            return gr.skip(), gr.skip(), gr.skip()
         turns = session.turns
         refused = bool(turns) and not turns[-1].askable
         box = _idle_box(value={"text": turns[-1].text, "files": []}) if refused else _idle_box()
-        return _chat_value(session), box
+        return _chat_value(session), box, _result_of(session)
 
     return settle
 
@@ -344,17 +385,28 @@ def _settler(sessions: Sessions) -> Callable[..., Any]:
 async def _show(session: Session, progress: AsyncIterator[None]) -> AsyncIterator[tuple[Any, ...]]:
     """Frames for as long as an answer is in the making."""
     box: Any = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True)
+    result: Any = gr.Textbox(visible=False)
     async for _ in progress:
-        yield _frame(session, box=box)
-        box = gr.skip()
+        yield _frame(session, box=box, result=result)
+        box = result = gr.skip()
 
 
-def _frame(session: Session, box: Any = None) -> tuple[Any, ...]:
+def _frame(session: Session, box: Any = None, result: Any = None) -> tuple[Any, ...]:
     """One result for all of the view; what did not change is skipped."""
+    box, result = (gr.skip() if value is None else value for value in (box, result))
     seen = session.take_seen()
     gallery, facts = (_gallery_of(seen), _facts_of(seen)) if seen else (gr.skip(), gr.skip())
     figures = figures_html(session.figures)
-    return _chat_value(session), gr.skip() if box is None else box, figures, gallery, facts
+    return _chat_value(session), box, figures, gallery, facts, result
+
+
+def _result_of(session: Session) -> gr.Textbox:
+    """The field for what the first awaited call brought; hidden where none is awaited."""
+    awaited = session.awaited
+    if not awaited:
+        return gr.Textbox(visible=False)
+    more = f", {len(awaited) - 1} more to come" if len(awaited) > 1 else ""
+    return gr.Textbox(value="", label=f"Result of {awaited[0].name}{more}", visible=True)
 
 
 def _chat_value(session: Session) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from k3vl.app.chat_demo.history import Answer, CallDraft, Turn
+    from k3vl.app.chat_demo.history import Answer, CallDraft, ToolResult, Turn
 
 _FINISH_NOTES = {"length": "The answer reached its limit of tokens."}
 
@@ -38,9 +38,14 @@ def chat_rows(turns: Sequence[Turn]) -> list[Row]:
 
 
 def _turn_rows(turn: Turn) -> Iterator[dict[str, Any]]:
+    for result in turn.results:
+        yield _result(result)
     for file in turn.usable:
-        yield {"role": "user", "content": {"path": str(file.path), "alt_text": file.path.name}}
-    if turn.text:
+        path = str(file.shown or file.path)
+        yield {"role": "user", "content": {"path": path, "alt_text": file.path.name}}
+    if turn.results:
+        pass
+    elif turn.text:
         yield {"role": "user", "content": turn.text}
     elif not turn.usable:
         yield {"role": "user", "content": ", ".join(_code(f.path.name) for f in turn.attachments)}
@@ -86,14 +91,27 @@ def _tool_call(draft: CallDraft, *, ended: bool) -> dict[str, Any]:
         arguments = json.dumps(dict(draft.call.arguments), indent=2, ensure_ascii=False)
     elif draft.call is not None:
         arguments = str(draft.call.arguments)
-    fence = "`" * max(3, _longest_run(arguments, "`") + 1)
     # No status "done": the view would fold the card away.
     state = {} if draft.call is not None or ended else {"status": "pending"}
     return {
         "role": "assistant",
-        "content": f"{fence}json\n{arguments}\n{fence}",
+        "content": _fenced(arguments, "json"),
         "metadata": {"title": f"Tool call: {draft.name}", **state},
     }
+
+
+def _result(result: ToolResult) -> dict[str, Any]:
+    """A card with what the visitor gave."""
+    return {
+        "role": "assistant",
+        "content": _fenced(result.text, "text"),
+        "metadata": {"title": f"Result of {result.call.name}"},
+    }
+
+
+def _fenced(text: str, language: str) -> str:
+    fence = "`" * max(3, _longest_run(text, "`") + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _note(inner: str, kind: str) -> dict[str, Any]:

@@ -8,17 +8,26 @@ formula here.
 from __future__ import annotations
 
 import html
+import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
 
+from k3vl.app.sent_media import upright_png
 from k3vl.vision.processor import model_view
+from k3vl.vision.sniff import HEAD_BYTES, sniff
+from k3vl.vision.source import read_path
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from k3vl.types import ProcessedMedia
 
 MAX_FRAMES_SHOWN = 48
+_SHOWN_BY_BROWSERS = frozenset(
+    {"JPEG", "PNG", "GIF", "WEBP", "BMP", "AVIF", "mov", "matroska", "ogg"}
+)
 _SMALL = 640  # below this side a picture is enlarged, so that the grid leaves it visible
 _FAINT, _STRONG = (255, 255, 255, 56), (20, 184, 166, 190)
 
@@ -51,6 +60,28 @@ def see(name: str, media: ProcessedMedia, *, patch: int) -> Seen:
         for number, (view, at) in enumerate(zip(views, times, strict=False), start=1)
     )
     return Seen(pictures, _facts(name, media, views[0].size, shown=len(views)))
+
+
+def stand_in(path: Path, media: ProcessedMedia) -> Path | None:
+    """A PNG beside a file that browsers cannot show; None where they can.
+
+    Args:
+        path: the file; lies in the upload's own folder, which is cleared with it.
+        media: what was made of it; of a clip its middle frame is shown.
+    """
+    kind = sniff(read_path(path, HEAD_BYTES))
+    if kind.decoder in _SHOWN_BY_BROWSERS:
+        return None
+    if media.layout.kind == "image":
+        data = upright_png(read_path(path))
+    else:
+        views = model_view(media)
+        stream = io.BytesIO()
+        views[len(views) // 2].save(stream, "PNG")
+        data = stream.getvalue()
+    picture = path.with_name(f"{path.stem}.k3vl.png")
+    picture.write_bytes(data)
+    return picture
 
 
 def with_grid(picture: Image.Image, patch: int) -> Image.Image:

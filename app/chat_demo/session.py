@@ -1,21 +1,22 @@
 """One visitor's conversation: files are read, the model is asked, answers can be stopped.
 
 Values and time only; how it looks is ``rows.py``, where it is shown is ``page.py``. An answer runs
-as a task of its own, so that stopping it is cancelling the task: the pipeline's stream then cancels
-the request in the engine, which frees its slot.
+as a task of its own, so that stopping it is cancelling the task: the stream then cancels the
+request in the engine, which frees its slot, or closes the connection to the endpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from k3vl.app.chat_demo.figures import Figures, figures
-from k3vl.app.chat_demo.history import Answer, Attachment, Turn, remember
-from k3vl.app.chat_demo.seen import Seen, see
+from k3vl.app.chat_demo.history import Answer, Attachment, ToolResult, Turn, remember
+from k3vl.app.chat_demo.seen import Seen, see, stand_in
 from k3vl.errors import K3VLError, MediaError
 from k3vl.types import ChatOptions, SamplingParams
 from k3vl.vision.inspect import kind_of
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from k3vl.pipeline import Pipeline
+    from k3vl.app.chat_demo.model import ChatModel
+    from k3vl.types import ToolCall
 
 REFRESH_SECONDS = 0.05
 MAX_FILES = 16
@@ -45,14 +47,15 @@ class ChatSettings:
 class Session:
     """A conversation and, at most, one answer in the making. Belongs to one event loop."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, model: ChatModel) -> None:
         """Start empty."""
         self.turns: tuple[Turn, ...] = ()
         self.seen: tuple[Seen, ...] = ()
-        self._pipeline = pipeline
+        self._model = model
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cached_items = self._items = 0
+        self._results: list[ToolResult] = []
 
     @property
     def busy(self) -> bool:
@@ -75,22 +78,51 @@ class Session:
 
     def send(self, text: str, paths: Sequence[Path], settings: ChatSettings) -> AsyncIterator[None]:
         """Ask something; yields whenever there is more to show."""
-        return self._ask(len(self.turns), text.strip(), tuple(paths), settings)
+        return self._ask(len(self.turns), new_turn(text, paths), settings)
 
     def retry(self, index: int, settings: ChatSettings) -> AsyncIterator[None]:
         """Ask a turn's question again; what came after it is dropped."""
         turn = self.turns[index]
-        return self._ask(index, turn.text, _paths(turn), settings)
+        again = replace(new_turn(turn.text, _paths(turn)), results=turn.results)
+        return self._ask(index, again, settings)
 
     def edit(self, index: int, text: str, settings: ChatSettings) -> AsyncIterator[None]:
         """Ask a turn's question in other words, with the same files."""
-        return self._ask(index, text.strip(), _paths(self.turns[index]), settings)
+        return self._ask(index, new_turn(text, _paths(self.turns[index])), settings)
+
+    @property
+    def awaited(self) -> tuple[ToolCall, ...]:
+        """The last answer's calls that have no result yet."""
+        if self.busy or not self.turns or self.turns[-1].answer.error:
+            return ()
+        return self.turns[-1].answer.complete_calls[len(self._results) :]
+
+    async def give(self, text: str, settings: ChatSettings) -> AsyncIterator[None]:
+        """Give the result of the first awaited call; with the last one the answer goes on."""
+        if not self.awaited:
+            return
+        self._results.append(ToolResult(call=self.awaited[0], text=text))
+        if self.awaited:
+            yield
+            return
+        turn = replace(new_turn("", ()), results=tuple(self._results))
+        async for _ in self._ask(len(self.turns), turn, settings):
+            yield
+
+    async def look(self, index: int) -> tuple[Seen, ...]:
+        """What the model sees of a turn's files, once more."""
+        seen = []
+        for file in self.turns[index].usable:
+            with contextlib.suppress(MediaError):  # it was there when it was asked about
+                seen.append((await self._read(file))[1])
+        return tuple(seen)
 
     def undo(self, index: int) -> tuple[str, tuple[Path, ...]]:
         """Take a turn and what came after it back; returns its text and files."""
         self.stop()
         turn = self.turns[index]
         self.turns = self.turns[:index]
+        self._results.clear()
         return turn.text, _paths(turn)
 
     def clear(self) -> None:
@@ -112,19 +144,12 @@ class Session:
 
     # ------------------------------------------------------------------ how it is answered
 
-    async def _ask(
-        self, index: int, text: str, paths: tuple[Path, ...], settings: ChatSettings
-    ) -> AsyncIterator[None]:
-        if self.busy or not (text or paths):
+    async def _ask(self, index: int, turn: Turn, settings: ChatSettings) -> AsyncIterator[None]:
+        if self.busy or not (turn.text or turn.attachments or turn.results):
             return
-        answer = Answer(started=time.perf_counter())
-        files = tuple(Attachment(path=path, kind=kind_of(path)) for path in paths[:MAX_FILES])
-        extra = tuple(
-            Attachment(path=path, kind="image", problem=f"a message takes {MAX_FILES} files")
-            for path in paths[MAX_FILES:]
-        )
-        turn = Turn(text=text, attachments=(*files, *extra), answer=answer)
+        answer = turn.answer
         self.turns = (*self.turns[:index], turn)
+        self._results.clear()
         self._cached_items = self._items = 0
         self._loop = asyncio.get_running_loop()
         task = self._task = asyncio.create_task(self._answer(settings, answer))
@@ -169,24 +194,33 @@ class Session:
             if file.problem:
                 continue
             try:
-                media = await asyncio.to_thread(self._pipeline.processor.process, file.part)
+                read, view = await self._read(file)
             except MediaError as exc:
                 read = replace(file, problem=_reason(exc))
             else:
-                digests = tuple(item.digest for item in media.items)
-                read = replace(file, digests=digests)
-                patch = self._pipeline.processor.config.patch_size
-                seen.append(await asyncio.to_thread(see, file.path.name, media, patch=patch))
+                seen.append(view)
             turn = self.turns[index]
             files = (*turn.attachments[:number], read, *turn.attachments[number + 1 :])
             self.turns = (*self.turns[:index], replace(turn, attachments=files))
         if seen:
             self.seen = tuple(seen)
 
+    async def _read(self, file: Attachment) -> tuple[Attachment, Seen]:
+        """Process a file, on a thread of its own."""
+        processor = self._model.processor
+
+        def read() -> tuple[Attachment, Seen]:
+            media = processor.process(file.part)
+            digests = tuple(item.digest for item in media.items)
+            known = replace(file, digests=digests, shown=file.shown or stand_in(file.path, media))
+            return known, see(file.path.name, media, patch=processor.config.patch_size)
+
+        return await asyncio.to_thread(read)
+
     async def _stream(self, settings: ChatSettings, answer: Answer) -> None:
         remembered = remember(self.turns)
         self._count_cached(set(remembered.owners))
-        events = self._pipeline.stream(
+        events = self._model.stream(
             remembered.messages,
             tools=settings.tools,
             options=settings.options,
@@ -203,8 +237,8 @@ class Session:
             for file in self.turns[index].usable
             for digest in file.digests
         ]
-        self._items = len(digests)
-        self._cached_items = sum(map(self._pipeline.holds_features, digests))
+        held = [known for known in map(self._model.holds_features, digests) if known is not None]
+        self._items, self._cached_items = len(held), sum(held)
 
     def _drop(self, exc: MediaError) -> bool:
         """Leave out the file that an error names, in whatever turn; False when it names none."""
@@ -223,9 +257,9 @@ class Session:
 class Sessions:
     """Conversations by the browser tab's key; a bounded number, the least recently used goes."""
 
-    def __init__(self, pipeline: Pipeline, max_sessions: int = 256) -> None:
+    def __init__(self, model: ChatModel, max_sessions: int = 256) -> None:
         """Start without visitors."""
-        self._pipeline = pipeline
+        self._model = model
         self._max_sessions = max_sessions
         self._held: dict[str, Session] = {}
 
@@ -234,7 +268,7 @@ class Sessions:
 
     def get(self, key: str) -> Session:
         """The tab's conversation; a new one for a new key."""
-        session = self._held.pop(key, None) or Session(self._pipeline)
+        session = self._held.pop(key, None) or Session(self._model)
         self._held[key] = session
         while len(self._held) > self._max_sessions:
             self.drop(next(iter(self._held)))
@@ -244,6 +278,17 @@ class Sessions:
         """The tab is gone: end what it was waiting for, and forget it."""
         if (session := self._held.pop(key, None)) is not None:
             session.stop()
+
+
+def new_turn(text: str, paths: Sequence[Path]) -> Turn:
+    """A question that is about to be asked; files beyond the limit are explained."""
+    files = [Attachment(path=path, kind=kind_of(path)) for path in paths[:MAX_FILES]]
+    files += [
+        Attachment(path=path, kind="image", problem=f"a message takes {MAX_FILES} files")
+        for path in paths[MAX_FILES:]
+    ]
+    answer = Answer(started=time.perf_counter())
+    return Turn(text=text.strip(), attachments=tuple(files), answer=answer)
 
 
 def _paths(turn: Turn) -> tuple[Path, ...]:

@@ -154,8 +154,15 @@ class Engine:
         prompt: Prompt,
         sampling: SamplingParams,
         sink: Callable[[Token | K3VLError], None],
+        *,
+        arrived: float | None = None,
     ) -> None:
-        """Queue a request that :meth:`admissible` has let through."""
+        """Queue a request that :meth:`admissible` has let through.
+
+        Args:
+            request_id, prompt, sampling, sink: see :class:`k3vl.lm.backend.Backend`.
+            arrived: when it came, on the clock of ``time.perf_counter``; None is now.
+        """
         max_new = self.admissible(prompt, sampling)
         length, size, salt = len(prompt.token_ids), self.config.page_size, sampling.cache_salt
         keys = page_keys(prompt.token_ids, prompt.spans, size, salt) if self.config.reuse else []
@@ -175,7 +182,7 @@ class Engine:
             stop_ids=self.stop_ids | set(sampling.stop_ids),
             sink=sink,
             token_ids=list(prompt.token_ids),
-            arrived=time.perf_counter(),
+            arrived=time.perf_counter() if arrived is None else arrived,
         )
 
     def cancel(self, request_id: int) -> None:

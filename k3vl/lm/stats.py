@@ -57,6 +57,7 @@ class EngineStats:
         checkpoints, checkpoints_skipped, preemptions, recomputed_tokens, steps: as in ``Counts``.
         stage_seconds: time by stage; ``queue_seconds`` before admission and ``first_token_seconds``
             until the first token, both summed over requests; ``first_tokens`` how many.
+        idle_seconds: with no request anywhere in the backend, for want of input.
     """
 
     running: int
@@ -84,6 +85,7 @@ class EngineStats:
     queue_seconds: float
     first_token_seconds: float
     first_tokens: int
+    idle_seconds: float = 0.0
 
     @classmethod
     def of(cls, scheduler: Scheduler, times: StageTimes) -> EngineStats:

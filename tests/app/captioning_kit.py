@@ -7,6 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import av
+import numpy as np
 from click.testing import CliRunner
 from PIL import Image
 
@@ -116,3 +118,15 @@ def picture(path: Path, number: int = 0, size: tuple[int, int] = (20, 20)) -> Pa
 
 def pictures(folder: Path, count: int) -> list[Path]:
     return [picture(folder / f"{number:05d}.png", number) for number in range(count)]
+
+
+def film(path: Path) -> Path:
+    """Five seconds at ten frames a second; every second has a grey of its own."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(50):
+            pixels = np.full((48, 64, 3), 40 * (number // 10) + 20, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    return path

@@ -28,6 +28,12 @@ END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
 AFTER_CALLS = "<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
 THOUGHT = "<|close|>think<|sep|><|open|>response<|sep|>"
 CALLS = "<|close|>response<|sep|><|open|>tools<|sep|>"
+CALL = (
+    '<|open|>call tool="look_up" index="1"<|sep|>'
+    '<|open|>argument key="word" type="string"<|sep|>cat<|close|>argument<|sep|>'
+    "<|close|>call<|sep|>"
+)
+TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
 
 
 @dataclass

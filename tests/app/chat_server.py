@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -41,10 +41,21 @@ class Site:
 
 @contextmanager
 def serve(
-    *scripts: str, delay: float = 0.0, by_word: dict[str, str] | None = None, **settings: Any
+    *scripts: str,
+    delay: float = 0.0,
+    by_word: dict[str, str] | None = None,
+    over_http: bool = False,
+    **settings: Any,
 ) -> Iterator[Site]:
+    """``over_http``: the model is behind an endpoint of the same process."""
     plan = json.dumps(
-        {"scripts": scripts, "delay": delay, "by_word": by_word, "settings": settings}
+        {
+            "scripts": scripts,
+            "delay": delay,
+            "by_word": by_word,
+            "over_http": over_http,
+            "settings": settings,
+        }
     )
     with subprocess.Popen(
         [sys.executable, "-m", "tests.app.chat_server", plan],
@@ -65,18 +76,32 @@ def serve(
 
 
 def main(plan: dict[str, Any], commands: IO[str]) -> None:
-    from k3vl.app.chat_demo.launch import DemoSettings, open_demo
+    from k3vl.app.chat_demo.launch import DemoSettings, open_demo, open_model
     from k3vl.pipeline import Pipeline
     from tests.app.chat_fakes import scripted
+    from tests.app.serving import in_thread
 
     scripts = plan["scripts"]
     if scripts:
         pipeline = scripted(*scripts, delay=plan["delay"], by_word=plan["by_word"])
     else:
         pipeline = Pipeline.load()
-    page = open_demo(pipeline, DemoSettings(**plan["settings"]))
-    sys.stdout.write(f"{page.local_url}\n")
-    sys.stdout.flush()
+    with ExitStack() as stack:
+        settings = DemoSettings(**plan["settings"])
+        model = pipeline
+        if plan["over_http"]:
+            url, _ = stack.enter_context(in_thread(pipeline))
+            settings = replace(settings, base_url=f"{url}/v1", model="demo")
+            model = stack.enter_context(open_model(settings, say=print))
+        page = open_demo(model, settings)
+        sys.stdout.write(f"{page.local_url}\n")
+        sys.stdout.flush()
+        answer_states(pipeline, scripts, commands)
+        page.close(verbose=False)
+    pipeline.close()
+
+
+def answer_states(pipeline: Any, scripts: list[str], commands: IO[str]) -> None:
     for _ in commands:
         if scripts:
             state = {
@@ -88,8 +113,6 @@ def main(plan: dict[str, Any], commands: IO[str]) -> None:
             state = {"running": sorted(pipeline.backend._engine.jobs)}
         sys.stdout.write(f"{json.dumps(state)}\n")
         sys.stdout.flush()
-    page.close(verbose=False)
-    pipeline.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import tarfile
 import threading
 from pathlib import Path
 
-import av
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from tests.app.captioning_kit import EchoBackend, picture, pictures, run, use_echo
+from tests.app.captioning_kit import EchoBackend, film, picture, pictures, run, use_echo
 from tests.app.test_cli import bomb
 
 
@@ -225,6 +224,35 @@ def test_pages(tmp_path: Path, echo: EchoBackend) -> None:
     assert found(run(path, "--json", "--pages=clip"))[0]["kind"] == "image", "pages are no clip"
 
 
+def test_chosen_pages_and_frames(tmp_path: Path, echo: EchoBackend) -> None:
+    first, *rest = frames(5)
+    document, moves = tmp_path / "doc.tif", tmp_path / "moves.gif"
+    first.save(document, save_all=True, append_images=rest)
+    first.save(moves, save_all=True, append_images=rest, duration=500)
+    picture(tmp_path / "still.png")
+
+    def ids(pages: str) -> list[str]:
+        rows = found(run(tmp_path, "--json", f"--pages={pages}"))
+        return [Path(row["id"]).name for row in rows if "caption" in row]
+
+    whole = {Path(row["id"]).name: row for row in found(run(tmp_path, "--json", "--pages=all"))}
+    assert ids("2,4-") == [
+        *("doc.tif#page=2", "doc.tif#page=4", "doc.tif#page=5"),
+        *("moves.gif#page=2", "moves.gif#page=4", "moves.gif#page=5"),
+        "still.png",
+    ]
+    chosen = found(run(document, "--json", "--pages=3"))
+    assert chosen[0]["caption"] == whole["doc.tif#page=3"]["caption"]
+    assert ids("5, 1-2")[:3] == [f"doc.tif#page={n}" for n in (1, 2, 5)]
+    (missing,) = found(run(document, "--json", "--pages=7-9,6"))
+    assert (missing["code"], missing["error"]) == ("page_missing", "no page 7, there are 5")
+    dry = json.loads(run(document, "--json", "--dry-run", "--pages=7").stdout)
+    assert (dry["captions"], dry["unreadable"]) == (1, 1)
+    for wrong in ("0", "3-2", "last", "1,,2", "-2"):
+        refused = run(document, f"--pages={wrong}")
+        assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1), wrong
+
+
 def test_animations(tmp_path: Path) -> None:
     first, *rest = frames(4)
     path = tmp_path / "moves.gif"
@@ -236,31 +264,18 @@ def test_animations(tmp_path: Path) -> None:
     assert clip["frames"] == len(clip["frame_times"]) > 1
 
 
-@pytest.fixture
-def film(tmp_path: Path) -> Path:
-    """Five seconds at ten frames a second; every second has a grey of its own."""
-    path = tmp_path / "film.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(50):
-            pixels = np.full((48, 64, 3), 40 * (number // 10) + 20, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
-        container.mux(stream.encode())
-    return path
-
-
-def test_clips_whole_and_in_pieces(film: Path, echo: EchoBackend) -> None:
-    (whole,) = found(run(film, "--json"))
+def test_clips_whole_and_in_pieces(tmp_path: Path, echo: EchoBackend) -> None:
+    path = film(tmp_path / "film.mp4")
+    (whole,) = found(run(path, "--json"))
     assert (whole["kind"], whole["width"], whole["height"]) == ("video", 64, 48)
     assert whole["usage"]["video_tokens"] > 0
-    pieces = found(run(film, "--json", "--clip-seconds=2"))
-    assert [row["id"] for row in pieces] == [f"{film}#t={a},{a + 2}" for a in (0, 2, 4)]
+    pieces = found(run(path, "--json", "--clip-seconds=2"))
+    assert [row["id"] for row in pieces] == [f"{path}#t={a},{a + 2}" for a in (0, 2, 4)]
     for number, row in enumerate(pieces):
         times = row["frame_times"]
         assert 2 * number <= times[0] <= times[-1] < 2 * number + 2
     assert len({row["caption"] for row in pieces}) == 3
-    dry = json.loads(run(film, "--json", "--clip-seconds=2", "--dry-run").stdout)
+    dry = json.loads(run(path, "--json", "--clip-seconds=2", "--dry-run").stdout)
     made = sum(row["usage"]["video_tokens"] for row in pieces)
     assert (dry["captions"], dry["clips"], dry["media_tokens"]) == (3, 3, made)
 

@@ -12,11 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from k3vl.app import sent_media
 from k3vl.app.captioning import remote
-from tests.app.captioning_kit import picture, pictures, rows, run
+from k3vl.config import K3_MEDIA
+from k3vl.types import MediaPart, ProcessedMedia
+from k3vl.vision.processor import MediaProcessor, model_view
+from tests.app.captioning_kit import film, picture, pictures, rows, run
 
 
 class Endpoint(http.server.ThreadingHTTPServer):
@@ -26,6 +31,7 @@ class Endpoint(http.server.ThreadingHTTPServer):
         faults: how many of the requests fail, from 0 to 1.
         bodies, keys: what was asked.
         answered: pictures that were answered, by colour.
+        text, finish: what it says in place of that, and why it ends.
     """
 
     daemon_threads = True
@@ -35,6 +41,7 @@ class Endpoint(http.server.ThreadingHTTPServer):
         self.faults = 0.0
         self.delay = 0.0
         self.status: int | None = None
+        self.text, self.finish = "", "stop"
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.answered: list[str] = []
@@ -98,11 +105,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if part["type"] == "image_url":
             image = Image.open(io.BytesIO(data)).convert("RGB")
             text = f"{image.size} {image.resize((1, 1)).getpixel((0, 0))}"
+        text = self.server.text or text
         with self.server.lock:
             self.server.answered.append(text)
         message = {"role": "assistant", "content": text, "reasoning_content": "Hm."}
         usage = {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": message, "finish_reason": self.server.finish}
         self._send(200, {"choices": [choice], "usage": usage, "system_fingerprint": "fp_1"})
 
     def _send(self, status: int, content: Any, retry_after: str | None = None) -> None:
@@ -228,3 +236,108 @@ def test_a_wrong_endpoint_is_found_first(endpoint: Endpoint, tmp_path: Path) -> 
     assert "no answer" in closed.stderr
     assert run(tmp_path, "--base-url", "ftp://x").exit_code == 1
     assert endpoint.bodies == []
+
+
+# ------------------------------------------------------------------ clips
+
+
+def sent(endpoint: Endpoint) -> list[tuple[str, bytes]]:
+    """Type and bytes of the media of every request."""
+    parts = [body["messages"][0]["content"][0] for body in endpoint.bodies]
+    urls = [(part["type"], part[part["type"]]["url"]) for part in parts]
+    return [(kind, base64.b64decode(url.partition(",")[2])) for kind, url in urls]
+
+
+def seen_by_a_server(data: bytes) -> ProcessedMedia:
+    return MediaProcessor(K3_MEDIA).process(MediaPart("video", data))
+
+
+def test_pieces_arrive_as_clips_with_the_frames_that_k3_chooses(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    path = film(tmp_path / "film.mp4")
+    result = run(path, "--json", "--clip-seconds=2", "--concurrency=1", *flags(endpoint))
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["id"] for row in rows] == [f"{path}#t={a},{a + 2}" for a in (0, 2, 4)]
+    for number, (row, (kind, data)) in enumerate(zip(rows, sent(endpoint), strict=True)):
+        assert kind == "video_url"
+        media = seen_by_a_server(data)
+        times = row["frame_times"]
+        assert media.frame_times == pytest.approx([at - times[0] for at in times], abs=2e-3)
+        assert sum(item.num_tokens for item in media.items) == row["usage"]["video_tokens"]
+        greys = [int(np.asarray(view.convert("L")).max()) for view in model_view(media)]
+        expected = [40 * int(at) + 20 for at in times]
+        assert greys == pytest.approx(expected, abs=3), f"piece {number}"
+
+
+def test_an_animation_arrives_as_a_clip(endpoint: Endpoint, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (41, 29), (80 * n, 0, 99)) for n in range(3)]
+    first, *rest = frames
+    first.save(tmp_path / "moves.gif", save_all=True, append_images=rest, duration=500)
+    clear = [Image.new("RGBA", (40, 30), (0, 80 * n, 99, 0)) for n in range(3)]
+    clear[0].save(tmp_path / "clear.png", save_all=True, append_images=clear[1:], duration=500)
+    result = run(tmp_path, "--json", "--pages=clip", "--concurrency=1", *flags(endpoint))
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    (clear_kind, clear_data), (kind, data) = sent(endpoint)
+    assert (clear_kind, kind) == ("video_url", "video_url")
+    media = seen_by_a_server(data)
+    assert media.frame_times == pytest.approx(rows[1]["frame_times"])
+    assert [view.getpixel((9, 9))[0] for view in model_view(media)] == pytest.approx(
+        [0, 80, 160], abs=8
+    )
+    levels = np.asarray(model_view(seen_by_a_server(clear_data))[0])[:28, :28, 0]
+    assert levels.min() < 200 < levels.max(), "over the chessboard, as K3 sees it"
+
+
+def test_a_page_arrives_by_itself(endpoint: Endpoint, tmp_path: Path) -> None:
+    first, *rest = [Image.new("RGB", (40, 30), (80 * n, 0, 99)) for n in range(3)]
+    first.save(tmp_path / "doc.tif", save_all=True, append_images=rest)
+    result = run(tmp_path, "--json", "--pages=2-", *flags(endpoint))
+    captions = [json.loads(line)["caption"] for line in result.stdout.splitlines()]
+    assert captions == ["(40, 30) (80, 0, 99)", "(40, 30) (160, 0, 99)"]
+
+
+def test_a_clip_that_is_too_large_is_said(endpoint: Endpoint, tmp_path: Path, monkeypatch) -> None:
+    path = film(tmp_path / "film.mp4")
+    monkeypatch.setattr(sent_media, "MAX_VIDEO_BYTES", 100)
+    row = json.loads(run(path, "--json", *flags(endpoint)).stdout)
+    assert row["code"] == "media_too_large"
+    assert row["error_class"] == "media"
+    assert run(path, "--clip-seconds=2", *flags(endpoint)).exit_code == 0
+
+
+# ------------------------------------------------------------------ JSON
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer"}},
+    "required": ["colour", "count"],
+}
+
+
+def test_a_schema_is_asked_for_and_what_breaks_it_is_an_error(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    command = (tmp_path / "a.png", "--json", "--json-schema", tmp_path / "schema.json")
+    endpoint.text = '{"count": 2, "colour": "red"}'
+    row = json.loads(run(*command, *flags(endpoint)).stdout)
+    assert (row["caption"], row["data"]) == (endpoint.text, {"colour": "red", "count": 2})
+    wanted = endpoint.bodies[0]["response_format"]
+    asked = {**SCHEMA, "additionalProperties": False}
+    assert (wanted["type"], wanted["json_schema"]["schema"]) == ("json_schema", asked)
+    assert (wanted["json_schema"]["name"], wanted["json_schema"]["strict"]) == ("caption", True)
+    for text, reason in [
+        ("A red kite.", "the answer is not JSON"),
+        ('{"count": 2.5, "colour": "red"}', 'the answer does not fit the schema at $["count"]'),
+        ('{"count": 2}', "the answer does not fit the schema at $"),
+    ]:
+        endpoint.text = text
+        result = run(*command, *flags(endpoint))
+        row = json.loads(result.stdout)
+        assert (result.exit_code, row["code"], row["error"]) == (2, "schema_unmet", reason)
+        assert "data" not in row
+    endpoint.text, endpoint.finish = '{"count": 2, "col', "length"
+    assert "--max-tokens" in json.loads(run(*command, *flags(endpoint)).stdout)["error"]

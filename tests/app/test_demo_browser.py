@@ -5,6 +5,7 @@ Skipped where no Chromium is installed: ``apt-get install chromium`` (or ``chrom
 
 from __future__ import annotations
 
+import base64
 import re
 import shutil
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from tests.app.chat_fakes import AFTER_CALLS, CALLS, END
+from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, END, THOUGHT, TOOLS
 from tests.app.chat_server import Site, serve
 
 CHROMIUM = next(
@@ -38,12 +39,6 @@ FLAGS = (
     *("--no-sandbox", "--disable-quic", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run", "--disable-gpu"),
 )
-CALL = (
-    '<|open|>call tool="look_up" index="1"<|sep|>'
-    '<|open|>argument key="word" type="string"<|sep|>cat<|close|>argument<|sep|>'
-    "<|close|>call<|sep|>"
-)
-TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +59,11 @@ def demo_site() -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def scripted_site() -> Iterator[Site]:
     """Answers ``Red.``; to a greeting 1500 words, fifty a second; to a puzzle with a tool call."""
-    by_word = {"Hello": "word " * 1500 + END, "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS}
+    by_word = {
+        "Hello": "word " * 1500 + END,
+        "says so": "Red." + END,
+        "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS,
+    }
     with serve("Red." + END, delay=0.02, by_word=by_word) as site:
         yield site
 
@@ -230,8 +229,12 @@ def test_retry_edit_and_undo_keep_the_files(
     asked(4, "Which colour?")
 
 
-def test_tool_calls_are_cards(scripted_site: Site, visit: Callable[..., Page]) -> None:
+def test_a_tool_call_is_a_card_and_its_result_continues_the_answer(
+    scripted_site: Site, visit: Callable[..., Page]
+) -> None:
     page = visit(scripted_site)
+    field = page.locator("#k3-result")
+    sync_api.expect(field).not_to_be_visible()
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Tools (JSON)").fill(TOOLS)
     page.get_by_role("button", name="Toggle Sidebar").click()
@@ -240,3 +243,107 @@ def test_tool_calls_are_cards(scripted_site: Site, visit: Callable[..., Page]) -
     sync_api.expect(card).to_contain_text("Tool call: look_up")
     sync_api.expect(card).to_contain_text('"word": "cat"')
     assert "look_up" in scripted_site.state()["asked"]
+    sync_api.expect(field).to_contain_text("Result of look_up")
+    field.locator("textarea").fill("a small animal, it says so")
+    field.get_by_role("button", name="Send result").click()
+    sync_api.expect(page.locator("#k3-chat .thought-group").nth(1)).to_contain_text(
+        "Result of look_up"
+    )
+    answer(page, "Red.")
+    assert "a small animal" in scripted_site.state()["asked"]
+    sync_api.expect(field).not_to_be_visible()
+
+
+DROP = """([selector, kind, name, type, base64]) => {
+    const bytes = Uint8Array.from(atob(base64), c => c.charCodeAt(0));
+    const data = new DataTransfer();
+    data.items.add(new File([bytes], name, { type }));
+    const target = document.querySelector(selector);
+    if (kind === "paste") {
+        target.dispatchEvent(new ClipboardEvent("paste", {
+            clipboardData: data, bubbles: true, cancelable: true }));
+        return;
+    }
+    for (const step of ["dragenter", "dragover", "drop"])
+        target.dispatchEvent(new DragEvent(step, {
+            dataTransfer: data, bubbles: true, cancelable: true }));
+}"""
+
+
+@pytest.mark.parametrize("kind", ["paste", "drop"])
+def test_pictures_are_pasted_and_dropped(
+    kind: str, scripted_site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    Image.new("RGB", (56, 28), "red").save(tmp_path / "red.png")
+    data = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
+    page = visit(scripted_site)
+    page.locator("#k3-box textarea").focus()
+    page.evaluate(DROP, ["#k3-box textarea", kind, "red.png", "image/png", data])
+    page.wait_for_selector("#k3-box .thumbnail-item img")
+    ask(page, f"Which colour was this, by {kind}?")
+    answer(page, "Red.")
+    state = scripted_site.state()
+    assert f"by {kind}?" in state["asked"]
+    assert state["asked"].count("<|media_begin|>") == 1
+    sync_api.expect(page.locator("#k3-facts")).to_contain_text("56 \u00d7 28 px")
+
+
+def test_what_a_browser_cannot_show_is_shown_as_png(
+    scripted_site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    Image.new("CMYK", (80, 40), (0, 255, 255, 0)).save(tmp_path / "scan.tif")
+    heic = tmp_path / "photo.heic"
+    heic.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64))
+    page = visit(scripted_site)
+    attach(page, tmp_path / "scan.tif", heic)
+    ask(page, "What are these?")
+    answer(page, "Red.")
+    picture = page.locator("#k3-chat .user-row img")
+    sync_api.expect(picture).to_have_count(1)
+    picture.evaluate("image => image.decode()")
+    assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [80, 40]
+    sync_api.expect(page.locator("#k3-chat")).to_contain_text("photo.heic was left out: HEIC")
+
+
+def test_an_older_turn_is_selected_to_see_what_the_model_saw(
+    scripted_site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    for name, size in (("one.png", (56, 28)), ("two.png", (28, 84))):
+        Image.new("RGB", size, "red").save(tmp_path / name)
+    page = visit(scripted_site)
+    facts = page.locator("#k3-facts")
+    for name in ("one.png", "two.png"):
+        attach(page, tmp_path / name)
+        ask(page, f"Which is {name[:3]}?")
+        answer(page, "Red.")
+        sync_api.expect(facts).to_contain_text(name)
+    page.get_by_text("Which is one?").click()
+    sync_api.expect(facts).to_contain_text("56 \u00d7 28 px")
+    sync_api.expect(facts).not_to_contain_text("two.png")
+    page.locator("#k3-chat .bot.message").last.click()
+    sync_api.expect(facts).to_contain_text("28 \u00d7 84 px")
+
+
+def test_an_endpoint_answers_thinks_and_is_stopped(visit: Callable[..., Page]) -> None:
+    thought = "Let me think." + THOUGHT + "Red." + END
+    by_word = {"Hello": "word " * 1500 + END}
+    with serve(thought, delay=0.02, by_word=by_word, over_http=True) as site:
+        page = visit(site)
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Thinking effort").click()
+        page.get_by_role("option", name="low").click()
+        page.get_by_role("button", name="Toggle Sidebar").click()
+        attach(page, EXAMPLES / "fox-kite-bus.png")
+        ask(page, "Which colour?")
+        answer(page, "Red.")
+        sync_api.expect(page.locator("#k3-chat .thought-group")).to_contain_text(
+            re.compile(r"Thought\s*\(\d")
+        )
+        sync_api.expect(page.locator("#k3-figures")).to_contain_text("192")
+        assert "thinking_effort=low" in site.state()["asked"]
+        ask(page, "Hello")
+        sync_api.expect(page.locator("#k3-chat .bot.message").last).to_contain_text("word word")
+        assert site.state()["running"]
+        page.locator("#k3-box .stop-button").click()
+        answer(page, "Stopped.")
+        assert wait_idle(site)["running"] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from k3vl.app.chat_demo.figures import figures, figures_html
-from k3vl.app.chat_demo.history import Answer, Attachment, Turn, remember
+from k3vl.app.chat_demo.history import Answer, Attachment, ToolResult, Turn, remember
 from k3vl.app.chat_demo.rows import chat_rows
 from k3vl.types import (
     Content,
@@ -92,8 +92,38 @@ def test_tool_calls_are_cards() -> None:
     [card] = values(turn(answer=answer))[1:]
     assert card["metadata"] == {"title": "Tool call: look_up"}
     assert card["content"] == '```json\n{\n  "word": "Käse"\n}\n```'
-    assert answer.message is not None
-    assert answer.message.tool_calls == (call,)
+    message = answer.message(with_calls=True)
+    assert message is not None
+    assert message.tool_calls == (call,)
+
+
+def test_calls_are_remembered_with_their_results() -> None:
+    call = ToolCall(name="look_up", arguments={"word": "cat"}, id="c1")
+    begin = ToolCallBegin(0, "c1", "look_up")
+    calling = answered(begin, ToolCallEnd(0, call), Finish("tool_calls"))
+    given = (ToolResult(call=call, text="an ```animal"),)
+    now = Answer(started=0.0)
+    first, second = turn(answer=calling), Turn(results=given, answer=now)
+    memory = remember([first, second])
+    assert [message.role for message in memory.messages] == ["user", "assistant", "tool"]
+    assert memory.owners == (0, 0, 1)
+    _, reply, result = memory.messages
+    assert reply.tool_calls == (call,)
+    assert (result.tool_call_id, result.tool_name) == ("c1", "look_up")
+    assert result.parts == (TextPart("an ```animal"),)
+    assert second.askable
+    [card] = [value for value in values(first, second) if "Result" in str(value.get("metadata"))]
+    assert card["content"] == "````text\nan ```animal\n````"
+
+    answer = turn(answer=answered(Content("A pet."), Finish("stop")))
+    done = Turn(results=given, answer=answer.answer)
+    later = turn("Sure?", answer=now)
+    roles = [message.role for message in remember([first, done, later]).messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user"]
+    failed = Answer(started=0.0)
+    failed.end(1.0, error="gone")
+    for turns in ([first, later], [first, Turn(results=given, answer=failed), later]):
+        assert remember(turns).owners == (len(turns) - 1,), "a call without a result is not told"
 
 
 def test_a_file_that_failed_is_explained_and_what_it_says_is_escaped() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import TYPE_CHECKING
 
+import av
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,7 +18,7 @@ from k3vl.errors import BackendError
 from k3vl.lm.engine import EngineConfig
 from k3vl.pipeline import Pipeline
 from k3vl.types import ChatOptions, SamplingParams
-from tests.app.chat_fakes import DIRECTORY, END, THOUGHT, scripted
+from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, DIRECTORY, END, THOUGHT, TOOLS, scripted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,6 +178,82 @@ def test_nothing_is_not_a_question() -> None:
     session = Session(scripted("Yes." + END))
     assert run(session, session.send("  ", [], SETTINGS)) == 0
     assert session.turns == ()
+
+
+TWO_CALLS = CALLS + CALL + CALL.replace("cat", "dog").replace('"1"', '"2"') + AFTER_CALLS
+
+
+def test_results_of_calls_are_given_one_by_one_and_the_answer_goes_on(picture: Path) -> None:
+    pipeline = scripted("Let me look." + TWO_CALLS, "Pets." + END)
+    settings = ChatSettings(options=ChatOptions(thinking=False), tools=json.loads(TOOLS))
+    session = Session(pipeline)
+    assert session.awaited == ()
+    run(session, session.send("What are they?", [picture], settings))
+    assert [call.arguments for call in session.awaited] == [{"word": "cat"}, {"word": "dog"}]
+    assert run(session, session.give("a feline", settings)) == 1
+    assert [call.arguments for call in session.awaited] == [{"word": "dog"}]
+    assert len(pipeline.backend.prompts) == 1, "it waits for the other"
+    run(session, session.give("a canine", settings))
+    assert session.turns[1].answer.content == "Pets."
+    asked = pipeline.backend.asked()
+    assert asked.index("a feline") < asked.index("a canine")
+    assert session.awaited == ()
+    assert run(session, session.give("too late", settings)) == 0
+    run(session, session.retry(1, settings))
+    assert pipeline.backend.asked() == asked, "with the same results"
+    session.undo(1)
+    assert len(session.awaited) == 2, "they can be given anew"
+    run(session, session.send("Never mind", [], settings))
+    assert "a feline" not in pipeline.backend.asked()
+    assert session.awaited == ()
+
+
+def test_no_result_is_awaited_of_an_answer_that_failed() -> None:
+    pipeline = scripted(TWO_CALLS, delay=0.01)
+    session = Session(pipeline)
+    pipeline.backend.error = BackendError("gone")
+    settings = ChatSettings(options=ChatOptions(thinking=False), tools=json.loads(TOOLS))
+    run(session, session.send("What?", [], settings))
+    assert session.awaited == ()
+
+
+def test_older_turns_can_be_looked_at_again(picture: Path, broken: Path) -> None:
+    session = Session(scripted("A cat." + END))
+    run(session, session.send("What?", [picture, broken], SETTINGS))
+    [first] = session.take_seen()
+    run(session, session.send("Sure?", [], SETTINGS))
+    [again] = asyncio.run(session.look(0))
+    assert again.facts == first.facts
+    assert [p.tobytes() for p, _ in again.pictures] == [p.tobytes() for p, _ in first.pictures]
+    assert asyncio.run(session.look(1)) == ()
+    picture.unlink()
+    assert asyncio.run(session.look(0)) == ()
+
+
+def test_what_a_browser_cannot_show_has_a_stand_in(picture: Path, tmp_path: Path) -> None:
+    turned = Image.new("CMYK", (40, 20), (0, 255, 255, 0))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "scan.tif", exif=exif)
+    reel = tmp_path / "reel.avi"
+    with av.open(str(reel), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(8):
+            pixels = np.full((48, 64, 3), 200, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    session = Session(scripted("Red." + END))
+    run(session, session.send("What?", [picture, tmp_path / "scan.tif", reel], SETTINGS))
+    shown, scan, film = session.turns[0].attachments
+    assert shown.shown is None
+    with Image.open(scan.shown) as image:
+        assert (image.format, image.size) == ("PNG", (20, 40)), "upright"
+        assert image.convert("RGB").getpixel((5, 5))[0] > 200
+    assert film.shown.read_bytes().startswith(b"\x89PNG")
+    rows = [row.value["content"] for row in chat_rows(session.turns)]
+    paths = [content["path"] for content in rows if isinstance(content, dict)]
+    assert paths == [str(picture), str(scan.shown), str(film.shown)]
 
 
 def stop_after(session: Session, progress, shows: int = 3) -> None:
