@@ -142,6 +142,7 @@ class Pipeline:
         defaults: ChatOptions,
         name: str,
         context_length: int | None = None,
+        min_confidence: float | None = None,
     ) -> None:
         """Join the three worlds.
 
@@ -153,6 +154,7 @@ class Pipeline:
             defaults: chat options of requests that bring none.
             name: how the model is called in results.
             context_length: tokens of prompt and answer together, where the backend has a limit.
+            min_confidence: below this the checkpoint's answers are better not trusted.
         """
         self.processor = processor
         self.tokenizer = tokenizer
@@ -161,6 +163,7 @@ class Pipeline:
         self.defaults = defaults
         self.name = name
         self.context_length = context_length
+        self.min_confidence = min_confidence
         self.constraints = ConstraintCompiler(tokenizer)
 
     @classmethod
@@ -186,6 +189,7 @@ class Pipeline:
             defaults=parts.defaults,
             name=parts.name,
             context_length=parts.context_length,
+            min_confidence=parts.min_confidence,
         )
 
     def __enter__(self) -> Self:
