@@ -2,7 +2,7 @@
 
 ::
 
-    pip install 'k3vl[atlas]'
+    pip install 'k3vl[train]'
     python -m k3vl.demo.build_atlas --out atlas
 
 ``npm pack``, ``apt-get download`` and ``dpkg-deb`` are used as they are set up; nothing is
@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from k3vl.demo import sources
+from k3vl.demo import icons, sources
 from k3vl.demo.atlas import CELL
+from k3vl.demo.packages import CLIP_ART, EMOJI, FONTS, ICONS, SYMBOLA
 from k3vl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,31 +39,6 @@ if TYPE_CHECKING:
 
     from k3vl.demo.sources import Drawing
 
-NPM = {
-    "emojibase-data": "17.0.0",
-    "@iconify-json/noto": "1.2.9",
-    "@iconify-json/noto-v1": "1.2.5",
-    "@iconify-json/twemoji": "1.2.5",
-    "@iconify-json/fluent-emoji-flat": "1.2.6",
-    "@iconify-json/fluent-emoji-high-contrast": "1.2.6",
-    "@iconify-json/fxemoji": "1.2.2",
-    "@iconify-json/streamline-emojis": "1.2.4",
-    "@iconify-json/flat-color-icons": "1.2.3",
-    "@iconify-json/openmoji": "1.2.29",
-    "@iconify-json/emojione-v1": "1.2.3",
-    "@lobehub/fluent-emoji-3d": "1.1.0",
-}
-DEBIAN = ("openclipart-svg", "fonts-dejavu-core", "fonts-dejavu-extra")
-"""Versions as the release has them; ``sources.json`` says which those were."""
-
-FONTS = (
-    "DejaVuSans",
-    "DejaVuSans-Bold",
-    "DejaVuSansMono",
-    "DejaVuSerif",
-    "DejaVuSerif-Bold",
-    "DejaVuSerifCondensed-Italic",
-)
 _INNER = 92  # the drawing's longer side in its 96-pixel cell
 _DRAWN = 160
 _VISIBLE = 16
@@ -80,7 +56,7 @@ def fetch(folder: Path) -> dict[str, str]:
         ConfigError: a client is missing or fails; what it said went to standard error.
     """
     versions = {}
-    for name, version in NPM.items():
+    for name, version in {**EMOJI, **ICONS}.items():
         target = folder / name
         if not target.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +64,7 @@ def fetch(folder: Path) -> dict[str, str]:
             _unpack(folder / packed, target)
             (folder / packed).unlink()
         versions[name] = version
-    for name in DEBIAN:
+    for name in (CLIP_ART, SYMBOLA, *FONTS):
         if not list(folder.glob(f"{name}_*.deb")):
             _run(["apt-get", "download", name], folder)
         archive = next(folder.glob(f"{name}_*.deb"))
@@ -126,7 +102,7 @@ def known_drawings(folder: Path) -> list[Drawing]:
     for name in (*sources.BY_CODE_POINT, *sources.BY_NAME):
         found += sources.icon_set(iconify / name, concepts, name)
     found += sources.fluent_3d(folder / "@lobehub" / "fluent-emoji-3d", concepts)
-    found += sources.clip_art(folder / "openclipart-svg", concepts)
+    found += sources.clip_art(folder / CLIP_ART, concepts)
     found.sort(key=lambda d: (d.hex, d.drawing_set, d.source))
     last = sources.icon_set(iconify / sources.HIGH_CONTRAST, concepts, sources.HIGH_CONTRAST)
     return [*found, *last]
@@ -231,13 +207,24 @@ def build(packages: Path, out: Path, versions: dict[str, str], processes: int) -
     lists = [_Sheets("train", known_drawings(packages))]
     lists += [_Sheets(f"unseen-{name}", unseen_drawings(packages, name)) for name in sources.UNSEEN]
     failed = {s.stem: write_sheets(out, s.stem, s.drawings, processes) for s in lists}
-    (out / "fonts").mkdir()
-    for name in FONTS:
-        found = next(packages.rglob(f"{name}.ttf"), None)
-        if found is None:
-            raise ConfigError(f"no {name}.ttf in {', '.join(DEBIAN)}")
-        shutil.copyfile(found, out / "fonts" / found.name)
+    _copy_fonts(packages, out / "fonts")
+    symbola = _file(packages / SYMBOLA, "Symbola_hint.ttf")
+    icons.build(out, packages, symbola)
     return failed
+
+
+def _copy_fonts(packages: Path, out: Path) -> None:
+    out.mkdir()
+    for package, names in FONTS.items():
+        for name in names:
+            shutil.copyfile(_file(packages / package, name), out / name)
+
+
+def _file(package: Path, name: str) -> Path:
+    found = next(package.rglob(name), None)
+    if found is None:
+        raise ConfigError(f"{package.name}: holds no {name}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,20 +1,17 @@
 """More drawings for training: line icons of Iconify sets and two monochrome emoji fonts.
 
 The drawing sets of the atlas are mostly coloured; what stays unseen is how people draw with a pen.
-These sets add line art and silhouettes by other hands. ``python -m k3vl.demo.icons`` writes
-``more-icons.json`` and its sheets into an atlas folder; it needs ``resvg-py`` and the unpacked
-packages, which docs/demo lists with versions and licences. Every drawing is stored twice where it
-has an inside: as ink alone, to be tinted, and as black ink on white paper.
+These sets add line art and silhouettes by other hands. ``build_atlas`` writes them into
+``more-icons.json`` and its sheets. Every drawing is stored twice where it has an inside: as ink
+alone, to be tinted, and as black ink on white paper.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
 import unicodedata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from k3vl.demo.atlas import CELL, INK_SUFFIX, is_held, load_atlas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 ICON_SETS = (
     "game-icons",
@@ -144,7 +142,7 @@ def _icons(folder: Path, names: Sequence[str]) -> Iterator[tuple[int, str, str, 
     import resvg_py
 
     for kind in ICON_SETS:
-        table = json.loads(next(folder.glob(f"*{kind}-[0-9]*/icons.json")).read_text("utf-8"))
+        table = json.loads((folder / "@iconify-json" / kind / "icons.json").read_text("utf-8"))
         for index, name in enumerate(names):
             if name in OTHER_SENSE:
                 continue
@@ -191,7 +189,8 @@ def build(atlas_folder: Path, npm: Path, symbola: Path) -> int:
     assert {c["hex"] for c in concepts} >= set(code_points), "names of all drawings are known"
     # The monochrome font has the designs of the coloured one, whose held-out cells stay unseen.
     allowed = ["" if is_held(p, "noto") or is_held(p, "noto-v1") else p for p in code_points]
-    emoji = sorted(npm.glob("*noto-emoji-*/files/noto-emoji-[0-9]*-400-normal.woff2"))
+    files = npm / "@fontsource" / "noto-emoji" / "files"
+    emoji = sorted(files.glob("noto-emoji-[0-9]*-400-normal.woff2"))
     sources = [
         *_glyphs([symbola], "symbola", code_points),
         *_glyphs(emoji, "noto-emoji", allowed),
@@ -220,19 +219,3 @@ def build(atlas_folder: Path, npm: Path, symbola: Path) -> int:
         canvas.save(atlas_folder / name, quality=70, alpha_quality=40, method=4)
     (atlas_folder / "more-icons.json").write_text(json.dumps(lines), encoding="utf-8")
     return len(pictures)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m k3vl.demo.icons", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--atlas", type=Path, required=True, help="folder to add sheets to")
-    parser.add_argument("--npm", type=Path, required=True, help="unpacked npm packages")
-    parser.add_argument("--symbola", type=Path, required=True, help="Symbola_hint.ttf")
-    args = parser.parse_args(arguments)
-    count = build(args.atlas, args.npm, args.symbola)
-    print(f"{count} drawings")  # noqa: T201 - a command's output
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,133 @@
+"""Everything that the demo model's card says, measured: accuracy, 8 bits, confidence.
+
+python benchmarks/demo_accuracy.py --atlas ATLAS --items 120 --output benchmarks/demo_accuracy.json
+
+One set of questions is written to the disk and asked; a second checkpoint (``--float DIR``, the
+weights before they were rounded to 8 bits) is asked the same ones. The card is then made by
+``python -m k3vl.demo.card``.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from k3vl.app.evaluation.ask import LocalAsked
+from k3vl.app.evaluation.confidence import Judged, keep, separation, threshold_keeping
+from k3vl.app.evaluation.labels import read_labels
+from k3vl.app.evaluation.report import provenance
+from k3vl.app.evaluation.run import ask_all, rows_of
+from k3vl.app.evaluation.scores import score, wilson
+from k3vl.demo.atlas import load_atlas
+from k3vl.demo.floor import NameFloor
+from k3vl.demo.heldout import splits, write_split
+from k3vl.pipeline import Pipeline
+
+KEPT = 0.98  # of the right answers about known drawings
+# What the threshold is chosen on: questions about drawings that the model knows.
+KNOWN = ("name, known", "caption of 3-4, known", "count of one", "relation of two", "colour")
+SHARES = ("exact", "balanced", "json", "tool_call")
+
+
+def asked(model, questions, blanks):
+    start = time.perf_counter()
+    with Pipeline.load(model) as pipeline:
+        results = list(ask_all(questions, LocalAsked(pipeline), blanks=blanks, in_flight=32))
+    print(f"{model}: {len(results)} questions in {time.perf_counter() - start:.0f} s", flush=True)
+    return results
+
+
+def is_right(result):
+    metric = result.question.metrics[0]
+    return bool(score(metric, result.said, result.question.answers).got)
+
+
+def confidence(results):
+    """Threshold on known drawings; what it does to each split, and to grey pictures."""
+    by_split = defaultdict(list)
+    grey = []
+    for result in results:
+        if result.told is not None and result.told.confidence is not None:
+            one = Judged(result.told.confidence, is_right(result))
+            by_split[result.question.split].append(one)
+        blank = result.blank
+        named = result.question.split.startswith(("name", "caption", "clip"))
+        if named and blank is not None and blank.confidence is not None:
+            grey.append(Judged(blank.confidence, False))
+    known = [a for split, own in by_split.items() if split.startswith(KNOWN) for a in own]
+    threshold = threshold_keeping(known, KEPT)
+    return {
+        "threshold": threshold,
+        "chosen": f"keeps {KEPT:.0%} of the right answers about known drawings",
+        "known": asdict(keep(known, threshold)),
+        "grey pictures": asdict(keep(grey, threshold)) if grey else None,
+        "splits": {
+            split: {"separation": separation(own), **asdict(keep(own, threshold))}
+            for split, own in by_split.items()
+        },
+    }
+
+
+def rounding(eight, full):
+    """The same questions, before and after rounding to 8 bits."""
+    pairs = [
+        (is_right(a), is_right(b))
+        for a, b in zip(eight, full, strict=True)
+        if a.question.metrics[0] in SHARES
+    ]
+    n = len(pairs)
+    lost, won = sum(b and not a for a, b in pairs), sum(a and not b for a, b in pairs)
+    # Paired: only questions that differ say anything; Wilson on their share of all.
+    return {
+        "questions": n,
+        "right_8_bits": sum(a for a, _ in pairs) / n,
+        "right_float": sum(b for _, b in pairs) / n,
+        "lost": lost,
+        "won": won,
+        "points_lost": 100 * (lost - won) / n,
+        "share_that_differs": [(lost + won) / n, *wilson(lost + won, n)],
+        "same_text": sum(a.said == b.said for a, b in zip(eight, full, strict=True)) / len(eight),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--atlas", type=Path, required=True)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--float", type=Path, help="the weights before rounding")
+    parser.add_argument("--items", type=int, default=120, help="questions of a split")
+    parser.add_argument("--blanks", type=int, default=40, help="of them with grey pictures too")
+    parser.add_argument("--only", default="", help="splits whose name begins so")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    atlas = load_atlas(args.atlas)
+    floor = NameFloor(atlas)
+    start = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        for split in splits(atlas):
+            if split.name.startswith(args.only):
+                write_split(split, atlas, floor, Path(folder), args.items)
+        questions = read_labels(Path(folder))
+        made = time.perf_counter()
+        eight = asked(args.model, questions, args.blanks)
+        done = time.perf_counter()
+        full = asked(str(args.float), questions, 0) if args.float else None
+    report = provenance(args.model) | {
+        "items": args.items,
+        "questions": len(questions),
+        "seconds": {"make files": round(made - start), "ask": round(done - made)},
+        "rows": [row.record() for row in rows_of(eight)],
+        "finished": sum(r.told is not None and r.told.finish != "length" for r in eight)
+        / len(eight),
+        "confidence": confidence(eight),
+    }
+    if full is not None:
+        report["rounding to 8 bits"] = rounding(eight, full)
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
