@@ -7,8 +7,8 @@
 
 ``npm pack``, ``apt-get download`` and ``dpkg-deb`` are used as they are set up; nothing is
 installed. This is the only part of the demo model that uses the network. ``sources.json`` in the
-atlas says which versions it was made of. OpenMoji and EmojiOne (CC-BY-SA-4.0) are drawn for the
-evaluation only, into sheets of their own.
+atlas says which versions it was made of. OpenMoji and EmojiOne (CC-BY-SA-4.0) and photographs of
+Tux Paint go into sheets of their own, for measuring only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from PIL import Image
 
 from k3vl.demo import icons, sources
 from k3vl.demo.atlas import CELL
-from k3vl.demo.packages import CLIP_ART, EMOJI, FONTS, ICONS, SYMBOLA
+from k3vl.demo.packages import CLIP_ART, EMOJI, FONTS, ICONS, STAMPS, SYMBOLA
 from k3vl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def fetch(folder: Path) -> dict[str, str]:
             _unpack(folder / packed, target)
             (folder / packed).unlink()
         versions[name] = version
-    for name in (CLIP_ART, SYMBOLA, *FONTS):
+    for name in (CLIP_ART, SYMBOLA, STAMPS, *FONTS):
         if not list(folder.glob(f"{name}_*.deb")):
             _run(["apt-get", "download", name], folder)
         archive = next(folder.glob(f"{name}_*.deb"))
@@ -206,6 +206,8 @@ def build(packages: Path, out: Path, versions: dict[str, str], processes: int) -
     (out / "sources.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
     lists = [_Sheets("train", known_drawings(packages))]
     lists += [_Sheets(f"unseen-{name}", unseen_drawings(packages, name)) for name in sources.UNSEEN]
+    photos = sorted(sources.photographs(packages / STAMPS, concepts), key=lambda d: d.hex)
+    lists.append(_Sheets("unseen-photos", photos))
     failed = {s.stem: write_sheets(out, s.stem, s.drawings, processes) for s in lists}
     _copy_fonts(packages, out / "fonts")
     symbola = _file(packages / SYMBOLA, "Symbola_hint.ttf")

@@ -72,8 +72,8 @@ sure and wrong.
 ## What it was made of
 
 Drawings of Noto Emoji (Apache-2.0), FxEmojis (Apache-2.0), Fluent Emoji (MIT), Twemoji (CC-BY-4.0),
-Streamline Emojis (CC-BY-4.0), Flat Color Icons (MIT) and Openclipart (public domain), line icons of
-further sets, names of Unicode CLDR, and text in free fonts; `NOTICE` lists them with their licences.
+Streamline Emojis (CC-BY-4.0), Flat Color Icons (MIT) and Openclipart (public domain), line icons
+of further sets, names of Unicode CLDR, and text in free fonts; `NOTICE` lists all with licences.
 Drawings of OpenMoji and EmojiOne (CC-BY-SA-4.0) were used for measuring only. The weights are under
 the Apache License 2.0.
 

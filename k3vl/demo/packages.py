@@ -38,6 +38,7 @@ ICONS = {
 
 CLIP_ART = "openclipart-svg"
 SYMBOLA = "fonts-symbola"
+STAMPS = "tuxpaint-stamps-default"
 FONTS: dict[str, tuple[str, ...]] = {
     "fonts-cabin": (
         "Cabin-Bold.otf",

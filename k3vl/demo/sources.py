@@ -12,6 +12,8 @@ import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from k3vl.demo.photos import PHOTOS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
@@ -149,6 +151,21 @@ def fluent_3d(package: Path, concepts: Sequence[Mapping[str, Any]]) -> Iterator[
 
 def _squash(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name)
+
+
+# ---------------------------------------------------------------------- photographs
+
+
+def photographs(package: Path, concepts: Sequence[Mapping[str, Any]]) -> Iterator[Drawing]:
+    """The stamps of :data:`~k3vl.demo.photos.PHOTOS`.
+
+    Args:
+        package: the unpacked tuxpaint-stamps-default.
+    """
+    root = package / "usr" / "share" / "tuxpaint" / "stamps"
+    for concept in concepts:
+        for name in PHOTOS.get(concept["name"].lower(), ()):
+            yield Drawing(concept["hex"], "photos", name, (root / name).read_bytes())
 
 
 # ---------------------------------------------------------------------- clip art
