@@ -11,7 +11,9 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,12 +34,22 @@ KNOWN = ("name, known", "caption of 3-4, known", "count of one", "relation of tw
 SHARES = ("exact", "balanced", "json", "tool_call")
 
 
-def asked(model, questions, blanks):
-    start = time.perf_counter()
+def ask_part(model, questions, blanks):
+    """In a process of its own; the engine takes one thread for a model of this size."""
     with Pipeline.load(model) as pipeline:
-        results = list(ask_all(questions, LocalAsked(pipeline), blanks=blanks, in_flight=32))
+        return list(ask_all(questions, LocalAsked(pipeline), blanks=blanks, in_flight=16))
+
+
+def asked(model, questions, blanks, processes):
+    """Splits are dealt out to processes; results come grouped by split, in order."""
+    start = time.perf_counter()
+    names = list(dict.fromkeys(question.split for question in questions))
+    parts = [[q for q in questions if q.split in names[i::processes]] for i in range(processes)]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        done = pool.map(ask_part, [model] * processes, parts, [blanks] * processes)
+        results = [result for part in done for result in part]
     print(f"{model}: {len(results)} questions in {time.perf_counter() - start:.0f} s", flush=True)
-    return results
+    return sorted(results, key=lambda result: names.index(result.question.split))
 
 
 def is_right(result):
@@ -99,6 +111,8 @@ def main():
     parser.add_argument("--model", default="demo")
     parser.add_argument("--float", type=Path, help="the weights before rounding")
     parser.add_argument("--items", type=int, default=120, help="questions of a split")
+    parser.add_argument("--names", type=int, help="of splits about single names; default: as many")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--blanks", type=int, default=40, help="of them with grey pictures too")
     parser.add_argument("--only", default="", help="splits whose name begins so")
     parser.add_argument("--output", type=Path, required=True)
@@ -109,14 +123,14 @@ def main():
     with TemporaryDirectory() as folder:
         for split in splits(atlas):
             if split.name.startswith(args.only):
-                write_split(split, atlas, floor, Path(folder), args.items)
+                items = args.names if split.task == "name" and args.names else args.items
+                write_split(split, atlas, floor, Path(folder), items)
         questions = read_labels(Path(folder))
         made = time.perf_counter()
-        eight = asked(args.model, questions, args.blanks)
+        eight = asked(args.model, questions, args.blanks, args.processes)
         done = time.perf_counter()
-        full = asked(str(args.float), questions, 0) if args.float else None
+        full = asked(str(args.float), questions, 0, args.processes) if args.float else None
     report = provenance(args.model) | {
-        "items": args.items,
         "questions": len(questions),
         "seconds": {"make files": round(made - start), "ask": round(done - made)},
         "rows": [row.record() for row in rows_of(eight)],

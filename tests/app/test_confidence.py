@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -10,10 +11,12 @@ import pytest
 
 from k3vl.app.chat_demo.history import Answer, Turn
 from k3vl.app.chat_demo.rows import chat_rows
+from k3vl.app.chat_demo.session import ChatSettings, Session
 from k3vl.config import ConfigError
 from k3vl.load import load_min_confidence
 from k3vl.types import Content, Finish, TokenLogprob
 from tests.app.captioning_kit import EchoBackend, picture, rows, run, use_echo
+from tests.app.chat_fakes import scripted
 
 
 class Doubtful(EchoBackend):
@@ -117,3 +120,18 @@ def test_threshold_of_a_checkpoint(tmp_path):
         path.write_text(f'{{"min_confidence": {wrong}}}')
         with pytest.raises(ConfigError, match="min_confidence"):
             load_min_confidence(tmp_path)
+
+
+@pytest.mark.parametrize(("own", "asked"), [(0.5, 0), (None, None)])
+def test_the_chat_asks_for_log_probabilities_where_a_threshold_is_set(own, asked):
+    pipeline = scripted("A kite.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>")
+    pipeline.min_confidence = own
+    session = Session(pipeline)
+
+    async def ask() -> None:
+        async for _ in session.send("What is this?", [], ChatSettings()):
+            pass
+
+    asyncio.run(ask())
+    assert pipeline.backend.sampling[-1].logprobs == asked
+    assert session.turns[-1].answer.unsure_below == (own or 0.0)
