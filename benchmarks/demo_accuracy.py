@@ -3,14 +3,14 @@
 python benchmarks/demo_accuracy.py --atlas ATLAS --items 120 --output benchmarks/demo_accuracy.json
 
 One set of questions is written to the disk and asked; a second checkpoint (``--float DIR``, the
-weights before they were rounded to 8 bits) is asked the same ones. The card is then made by
-``python -m k3vl.demo.card``.
+weights before they were rounded to 8 bits) is asked the same ones. The card is then made by ``python -m k3vl.demo.card``.
 """
 
 import argparse
 import json
+import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -23,9 +23,11 @@ from k3vl.app.evaluation.labels import read_labels
 from k3vl.app.evaluation.report import provenance
 from k3vl.app.evaluation.run import ask_all, rows_of
 from k3vl.app.evaluation.scores import score, wilson
+from k3vl.checkpoint import save_checkpoint
 from k3vl.demo.atlas import load_atlas
 from k3vl.demo.floor import NameFloor
 from k3vl.demo.heldout import splits, write_split
+from k3vl.demo.pack import CHECKPOINT, json_files, read_tensors
 from k3vl.pipeline import Pipeline
 
 KEPT = 0.98  # of the right answers about known drawings
@@ -50,6 +52,25 @@ def asked(model, questions, blanks, processes):
         results = [result for part in done for result in part]
     print(f"{model}: {len(results)} questions in {time.perf_counter() - start:.0f} s", flush=True)
     return sorted(results, key=lambda result: names.index(result.question.split))
+
+
+def plain(trained, folder):
+    """A training result as a checkpoint that is not rounded to 8 bits."""
+    save_checkpoint(folder, read_tensors(trained), json_files=json_files())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CHECKPOINT / name, folder / name)
+    return str(folder)
+
+
+def first_of_each(results, count):
+    """The first results of each split."""
+    seen = Counter()
+    kept = []
+    for result in results:
+        seen[result.question.split] += 1
+        if seen[result.question.split] <= count:
+            kept.append(result)
+    return kept
 
 
 def is_right(result):
@@ -109,9 +130,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--atlas", type=Path, required=True)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--float", type=Path, help="the weights before rounding")
+    parser.add_argument("--float", type=Path, help="training result, before rounding")
     parser.add_argument("--items", type=int, default=120, help="questions of a split")
     parser.add_argument("--names", type=int, help="of splits about single names; default: as many")
+    parser.add_argument("--compared", type=int, default=30, help="of a split, before rounding too")
+    parser.add_argument("--answers", type=Path, help="JSON Lines with all answers")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--blanks", type=int, default=40, help="of them with grey pictures too")
     parser.add_argument("--only", default="", help="splits whose name begins so")
@@ -129,7 +152,15 @@ def main():
         made = time.perf_counter()
         eight = asked(args.model, questions, args.blanks, args.processes)
         done = time.perf_counter()
-        full = asked(str(args.float), questions, 0, args.processes) if args.float else None
+        if args.answers:
+            lines = [json.dumps(result.record()) + "\n" for result in eight]
+            args.answers.write_text("".join(lines))
+        again = first_of_each(eight, args.compared)
+        before = [result.question for result in again]
+        full = None
+        if args.float:
+            unrounded = plain(args.float, Path(folder) / "unrounded")
+            full = asked(unrounded, before, 0, args.processes)
     report = provenance(args.model) | {
         "questions": len(questions),
         "seconds": {"make files": round(made - start), "ask": round(done - made)},
@@ -139,7 +170,7 @@ def main():
         "confidence": confidence(eight),
     }
     if full is not None:
-        report["rounding to 8 bits"] = rounding(eight, full)
+        report["rounding to 8 bits"] = rounding(again, full)
     args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
