@@ -331,6 +331,15 @@ def checkpoint(directory: Path, memory: int | None, device: Device) -> None:
         sys.exit(1)
 
 
+@cli.command()
+@device_option
+def doctor(device: Device) -> None:
+    """Show versions, the device, and which kernels a model would run on it and why."""
+    from k3vl.app.doctor import diagnose
+
+    diagnose(device)
+
+
 def main() -> None:
     """Entry point of the ``k3vl`` script."""
     prepare_interrupt()

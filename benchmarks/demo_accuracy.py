@@ -3,7 +3,8 @@
 python benchmarks/demo_accuracy.py --atlas ATLAS --items 120 --output benchmarks/demo_accuracy.json
 
 One set of questions is written to the disk and asked; a second checkpoint (``--float DIR``, the
-weights before they were rounded to 8 bits) is asked the same ones. The card is then made by ``python -m k3vl.demo.card``.
+weights before they were rounded to 8 bits) is asked some of the same ones. The card is then made
+by ``python -m k3vl.demo.card``.
 """
 
 import argparse

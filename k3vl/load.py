@@ -13,6 +13,7 @@ from k3vl.checkpoint import CheckpointReader
 from k3vl.checkpoint_summary import summarise_checkpoint
 from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.errors import ConfigError
+from k3vl.kernels.choice import choose
 from k3vl.lm.ahead import EncodeAhead
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
@@ -88,7 +89,8 @@ def open_checkpoint(
     reader = CheckpointReader(directory)
     reader.require_only([PREFIX, *VISION_PREFIXES])
     tower, projector = load_vision(reader, config.vision, media, dtype=dtype, device=where)
-    model = load_model(reader, config.text, dtype=dtype, device=where)
+    kernels = choose(where, dtype)
+    model = load_model(reader, config.text, kernels, dtype=dtype, device=where)
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE

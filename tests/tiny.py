@@ -8,11 +8,13 @@ import math
 import torch
 
 from k3vl.config import LinearAttentionConfig, TextConfig
+from k3vl.kernels.choice import Kernels, reference_kernels
 from k3vl.lm.batch import Batch, Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.model import K3Model
 
 CPU = torch.device("cpu")
+REFERENCE = reference_kernels("what tests compare with")
 
 LINEAR = LinearAttentionConfig(
     full_attn_layers=(2, 5),
@@ -78,8 +80,8 @@ def fill(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
 
 
-def tiny_model(config: TextConfig = TINY, seed: int = 0) -> K3Model:
-    model = K3Model(config, dtype=torch.float32, device=CPU).eval().requires_grad_(False)
+def tiny_model(config: TextConfig = TINY, seed: int = 0, kernels: Kernels = REFERENCE) -> K3Model:
+    model = K3Model(config, kernels, dtype=torch.float32, device=CPU).eval().requires_grad_(False)
     fill(model, seed)
     return model
 
@@ -116,8 +118,7 @@ class Runner:
             )
             for row in rows
         ]
-        width = self.model.config.linear_attn_config.short_conv_kernel_size
-        return build_batch(placed, self.cache, conv_width=width)
+        return build_batch(placed, self.cache)
 
 
 def tokens(count: int, seed: int = 0, vocab: int = TINY.vocab_size) -> list[int]:

@@ -60,10 +60,9 @@ class Batch:
         num_decodes: sequences of exactly one token, at the front.
         prefill_lens: rows of every other sequence, its padding among them.
         cells: [KDA layers, B, H] int64, where every head's state lies.
-        taps: [N, W] int64 and tails: [B, W-1] int64, for the short convolutions.
-        padded: [P, T] int64 rows of the prefill sequences' tokens, padded with N (a zero row); T a
-            common length.
-        packed: [sum(prefill_lens)] int64, where the prefill rows lie in the padded form.
+        cu_seqlens: [P + 1] int64, where the rows of the P other sequences begin and end, counted
+            from the first of them.
+        ends: [P] int64, the row behind the last token of each; padding follows.
         cache_rows: [N] int64, where each token's latent is written.
         decode_rows: [num_decodes, L] int64 and decode_lens: [num_decodes] int64, latents seen.
         prefill_rows: per prefill sequence [L_i] int64, all latents it sees.
@@ -76,10 +75,8 @@ class Batch:
     num_decodes: int
     prefill_lens: tuple[int, ...]
     cells: torch.Tensor
-    taps: torch.Tensor
-    tails: torch.Tensor
-    padded: torch.Tensor
-    packed: torch.Tensor
+    cu_seqlens: torch.Tensor
+    ends: torch.Tensor
     cache_rows: torch.Tensor
     decode_rows: torch.Tensor
     decode_lens: torch.Tensor
@@ -87,7 +84,7 @@ class Batch:
     logit_rows: torch.Tensor
 
 
-def build_batch(rows: Sequence[Row], cache: HybridCache, *, conv_width: int) -> Batch:
+def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
     """Gather the rows of a step; decoding rows must come first.
 
     A row of one token counts as decoding wherever such rows lead the batch, unless it is padded.
@@ -101,10 +98,8 @@ def build_batch(rows: Sequence[Row], cache: HybridCache, *, conv_width: int) -> 
     new = [all_rows[row.context_len :] for row, all_rows in zip(rows, latents, strict=True)]
     longest = max((len(r) for r in latents[:num_decodes]), default=0)
     decode_rows = [r + [r[0]] * (longest - len(r)) for r in latents[:num_decodes]]
-    taps, tails = _conv_indices(counts, lens, starts, conv_width)
-    padded, packed = _padding(
-        counts[num_decodes:], lens[num_decodes:], starts[num_decodes:], starts[-1]
-    )
+    begins = [start - starts[num_decodes] for start in starts[num_decodes:]]
+    ends = [begin + n for begin, n in zip(begins, counts[num_decodes:], strict=False)]
     feature_rows, features = _features(rows, starts)
     device = cache.buffer.device
 
@@ -118,10 +113,8 @@ def build_batch(rows: Sequence[Row], cache: HybridCache, *, conv_width: int) -> 
         num_decodes=num_decodes,
         prefill_lens=tuple(lens[num_decodes:]),
         cells=cache.cells([row.slot for row in rows]),
-        taps=taps.to(device),
-        tails=tails.to(device),
-        padded=padded.to(device),
-        packed=packed.to(device),
+        cu_seqlens=ints(begins),
+        ends=ints(ends),
         cache_rows=ints([r for group in new for r in group]),
         decode_rows=ints(decode_rows).view(num_decodes, longest),
         decode_lens=ints([len(r) for r in latents[:num_decodes]]),
@@ -145,43 +138,6 @@ def _latent_rows(row: Row, cache: HybridCache) -> list[int]:
     total, size = row.context_len + row.num_rows, cache.sizes.page_size
     assert len(row.pages) * size >= total, "pages are allocated before a step"
     return [row.pages[i // size] * cache.rows_per_unit + i % size for i in range(total)]
-
-
-def _conv_indices(
-    counts: Sequence[int], lens: Sequence[int], starts: Sequence[int], width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ``cat(windows, x)`` that each token convolves, and that make the new windows.
-
-    Sequence s owns window rows ``s (W-1) .. s (W-1) + W-2`` and, behind all windows, its tokens.
-    """
-    carried = width - 1
-    sequence = torch.tensor([s for s, n in enumerate(lens) for _ in range(n)])  # [N]
-    position = torch.arange(starts[-1]) - torch.tensor(starts[:-1])[sequence]
-
-    def rows(which: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Row of token ``at`` (may be negative: the window) of sequence ``which``."""
-        token = len(lens) * carried + torch.tensor(starts)[which] + at
-        return torch.where(at >= 0, token, which * carried + carried + at)
-
-    back = torch.arange(-carried, 1)
-    taps = rows(sequence.unsqueeze(1), position.unsqueeze(1) + back)
-    every = torch.arange(len(lens)).unsqueeze(1)
-    tails = rows(every, torch.tensor(counts).unsqueeze(1) + back[:-1])
-    return taps, tails
-
-
-def _padding(
-    counts: Sequence[int], lens: Sequence[int], starts: Sequence[int], zero_row: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices between the packed rows of prefill sequences and their [P, T] padded form."""
-    offset = torch.arange(max(lens, default=0))
-    begins = torch.tensor(starts[: len(lens)], dtype=torch.int64).unsqueeze(1)
-
-    def below(limits: Sequence[int]) -> torch.Tensor:
-        return offset < torch.tensor(limits, dtype=torch.int64).unsqueeze(1)
-
-    padded = torch.where(below(counts), begins + offset, zero_row)
-    return padded, torch.nonzero(below(lens).flatten()).flatten()
 
 
 def _features(rows: Sequence[Row], starts: Sequence[int]) -> tuple[list[int], list[torch.Tensor]]:

@@ -296,8 +296,7 @@ class Engine:
                 self._emit(job, job.sampler.choose(logits[0]))
 
     def _forward(self, rows: list[Row]) -> torch.Tensor:
-        width = self.model.config.linear_attn_config.short_conv_kernel_size
-        return self.model(build_batch(rows, self.cache, conv_width=width), self.cache)
+        return self.model(build_batch(rows, self.cache), self.cache)
 
     def _row(self, job: Job, count: int, *, pad_to: int = 0) -> Row:
         """The part of a pass that belongs to one request."""

@@ -7,25 +7,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from k3vl.kernels.rms_norm import rms_norm
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from k3vl.kernels.choice import Kernels
+    from k3vl.kernels.situ import GatedActivation
 
 
 class RMSNorm(nn.Module):
     """RMSNorm with a plain weight (no ``1 + w``)."""
 
-    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """Allocate an uninitialised weight."""
         super().__init__()
         self.eps = eps
+        self.kernels = kernels
         self.weight = parameter(width, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
@@ -35,7 +44,8 @@ class GatedMLP(nn.Module):
         self,
         width: int,
         inner: int,
-        activation: Callable[[torch.Tensor], torch.Tensor],
+        activation: GatedActivation,
+        kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -45,7 +55,8 @@ class GatedMLP(nn.Module):
         self.gate_up = linear(width, 2 * inner, dtype, device)
         self.down = linear(inner, width, dtype, device)
         self.activation = activation
+        self.kernels = kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        return self.down(self.activation(self.gate_up(x)))
+        return self.down(self.kernels.glu(self.gate_up(x), self.activation))

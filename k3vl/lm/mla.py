@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
 from k3vl.lm.layers import RMSNorm
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig
+    from k3vl.kernels.choice import Kernels
     from k3vl.lm.batch import Batch
 
 LOW_RANK_EPS = 1e-6
@@ -28,10 +28,12 @@ LOW_RANK_EPS = 1e-6
 class LowRankQuery(nn.Module):
     """Norm and expansion of the query's low rank."""
 
-    def __init__(self, rank: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, width: int, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
-        self.norm = RMSNorm(rank, LOW_RANK_EPS, dtype=dtype, device=device)
+        self.norm = RMSNorm(rank, LOW_RANK_EPS, kernels, dtype=dtype, device=device)
         self.expand = linear(rank, width, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,9 +44,12 @@ class LowRankQuery(nn.Module):
 class MultiHeadLatentAttention(nn.Module):
     """One MLA layer. ``in_proj`` rows: query rank, latent, shared key part, output gate."""
 
-    def __init__(self, config: TextConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: TextConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
+        self.kernels = kernels
         self.heads, self.nope, self.rope = (
             config.num_attention_heads,
             config.qk_nope_head_dim,
@@ -60,8 +65,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.in_proj = linear(d, sum(self.splits), dtype, device)
         self.query: LowRankQuery | nn.Identity = nn.Identity()  # no rank: in_proj makes queries
         if rank:
-            self.query = LowRankQuery(rank, query, dtype=dtype, device=device)
-        self.kv_norm = RMSNorm(self.latent, LOW_RANK_EPS, dtype=dtype, device=device)
+            self.query = LowRankQuery(rank, query, kernels, dtype=dtype, device=device)
+        self.kv_norm = RMSNorm(self.latent, LOW_RANK_EPS, kernels, dtype=dtype, device=device)
         # [H, nope + V, R]: every head's key rows, then its value rows, as in the checkpoint.
         self.kv_b = parameter(
             self.heads, self.nope + self.value, self.latent, dtype=dtype, device=device
@@ -86,17 +91,18 @@ class MultiHeadLatentAttention(nn.Module):
         """The cheaper form for T queries: q [T, H, K], context [L, R + P] -> [T, H, V]."""
         width, expanding = self.nope + self.rope + self.value, self.nope + self.value
         if q.shape[0] * (2 * self.latent + self.rope - width) < self.latent * expanding:
-            mixed = mla_prefill_latent(self._absorb(q), context, self.latent, self.scale)
+            absorbed = self._absorb(q)
+            mixed = self.kernels.mla_prefill_latent(absorbed, context, self.latent, self.scale)
             return self._values(mixed)
         c, k_shared = context.split([self.latent, self.rope], dim=-1)
         expanded = (c @ self.kv_b.flatten(0, 1).mT).unflatten(-1, (self.heads, -1))
         k, v = expanded.split([self.nope, self.value], dim=-1)
         shared = k_shared.unsqueeze(1).expand(-1, self.heads, -1)
-        return mla_prefill(q, torch.cat([k, shared], dim=-1), v, self.scale)
+        return self.kernels.mla_prefill(q, torch.cat([k, shared], dim=-1), v, self.scale)
 
     def _decode(self, q: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
         """Absorbed form: q [B, H, K] -> [B, H, V]."""
-        mixed = mla_decode(
+        mixed = self.kernels.mla_decode(
             self._absorb(q),
             latents,
             batch.decode_rows,

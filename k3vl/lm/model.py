@@ -7,14 +7,13 @@ Source: Kimi K3 ``modeling_kimi_linear.py``; Kimi K3 report, sections 2.1 to 2.4
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from k3vl.kernels.situ import silu_glu, situ_glu
+from k3vl.kernels.situ import SiluGLU, SituGLU
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.layers import GatedMLP
 from k3vl.lm.mla import MultiHeadLatentAttention
@@ -24,6 +23,7 @@ from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig
+    from k3vl.kernels.choice import Kernels
     from k3vl.lm.batch import Batch
     from k3vl.lm.cache import HybridCache, KDAState
 
@@ -32,33 +32,39 @@ class Layer(nn.Module):
     """Attention and MLP, each reading the stream through its own weights."""
 
     def __init__(
-        self, config: TextConfig, index: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: TextConfig,
+        index: int,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Allocate uninitialised weights of the layer's own kinds."""
         super().__init__()
         activation = (
-            partial(
-                situ_glu,
+            SituGLU(
                 beta=config.activation_situ_beta,
                 linear_beta=config.activation_situ_linear_beta,
             )
             if config.hidden_act == "situ"
-            else silu_glu
+            else SiluGLU()
         )
         kind = KimiDeltaAttention if config.is_kda(index) else MultiHeadLatentAttention
         self.index = index
-        self.attn_read = ReadWeights(config, dtype=dtype, device=device)
+        self.attn_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.attn: KimiDeltaAttention | MultiHeadLatentAttention = kind(
-            config, dtype=dtype, device=device
+            config, kernels, dtype=dtype, device=device
         )
-        self.mlp_read = ReadWeights(config, dtype=dtype, device=device)
+        self.mlp_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.mlp: LatentMoE | GatedMLP = (
-            LatentMoE(config, activation, dtype=dtype, device=device)
+            LatentMoE(config, activation, kernels, dtype=dtype, device=device)
             if config.is_moe(index)
             else GatedMLP(
                 config.hidden_size,
                 config.intermediate_size,
                 activation,
+                kernels,
                 dtype=dtype,
                 device=device,
             )
@@ -75,7 +81,9 @@ class Layer(nn.Module):
 class K3Model(nn.Module):
     """The whole language model; parameters are filled by ``k3vl.lm.weights``."""
 
-    def __init__(self, config: TextConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: TextConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
         self.config = config
@@ -83,9 +91,10 @@ class K3Model(nn.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            Layer(config, i, dtype=dtype, device=device) for i in range(config.num_hidden_layers)
+            Layer(config, i, kernels, dtype=dtype, device=device)
+            for i in range(config.num_hidden_layers)
         )
-        self.final_read = ReadWeights(config, dtype=dtype, device=device)
+        self.final_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.head = linear(config.hidden_size, config.vocab_size, dtype, device)
         self.stream: type[AttentionResidualStream | PlainStream] = (
             AttentionResidualStream if config.attn_res_block_size else PlainStream

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from k3vl.kernels.attn_residual import attn_residual
-from k3vl.kernels.rms_norm import rms_norm
 from k3vl.parameters import parameter
 
 if TYPE_CHECKING:
     from k3vl.config import TextConfig
+    from k3vl.kernels.choice import Kernels
 
 
 class ReadWeights(nn.Module):
@@ -28,9 +27,12 @@ class ReadWeights(nn.Module):
     only the product has a meaning. A plain stream has no query.
     """
 
-    def __init__(self, config: TextConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: TextConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
+        self.kernels = kernels
         d, self.eps = config.hidden_size, config.rms_norm_eps
         self.norm = parameter(d, dtype=dtype, device=device)
         self.query = parameter(d, device=device) if config.attn_res_block_size else None
@@ -75,7 +77,8 @@ class AttentionResidualStream:
         """Mix the bank and the running sum, then normalise."""
         assert not self.fresh
         assert weights.query is not None
-        return attn_residual(self.rows[: self.live], weights.query, weights.norm, weights.eps)
+        rows = self.rows[: self.live]
+        return weights.kernels.attn_residual(rows, weights.query, weights.norm, weights.eps)
 
     def add(self, y: torch.Tensor) -> None:
         """Add to the running sum of this block."""
@@ -98,7 +101,7 @@ class PlainStream:
 
     def read(self, weights: ReadWeights) -> torch.Tensor:
         """Normalise the sum."""
-        return rms_norm(self.sum, weights.norm, weights.eps)
+        return weights.kernels.rms_norm(self.sum, weights.norm, weights.eps)
 
     def add(self, y: torch.Tensor) -> None:
         """Add to the sum."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from k3vl.checkpoint import CheckpointReader
     from k3vl.config import TextConfig
+    from k3vl.kernels.choice import Kernels
     from k3vl.lm.mla import MultiHeadLatentAttention
     from k3vl.lm.residual import ReadWeights
 
@@ -30,14 +31,19 @@ PREFIX = "language_model."
 
 @torch.no_grad()
 def load_model(
-    reader: CheckpointReader, config: TextConfig, *, dtype: torch.dtype, device: torch.device
+    reader: CheckpointReader,
+    config: TextConfig,
+    kernels: Kernels,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> K3Model:
     """Build the language model and fill it from a checkpoint.
 
     Raises:
         WeightError: a tensor is missing, left over, damaged or of the wrong shape.
     """
-    model = K3Model(config, dtype=dtype, device=device).eval().requires_grad_(False)
+    model = K3Model(config, kernels, dtype=dtype, device=device).eval().requires_grad_(False)
     # K3 stores one A_log per channel of a head, of which one per head counts.
     products = [_ResidualQuery(read, path) for read, path in _reads(model)]
     placements = {

@@ -1,143 +1,168 @@
-"""Kimi Delta Attention: a linear attention whose state forgets per key channel."""
+"""Kimi Delta Attention: a linear attention whose state forgets per key channel.
+
+One op from the layer's projections to its output projection: short convolution with a carried
+window and SiLU, L2 norm of queries and keys, decay and write strength, the delta rule on a pool of
+states, RMSNorm of every head times the sigmoid of its gate.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.kda.reference import (
-    kda_chunk_reference,
-    kda_decay_reference,
-    kda_recurrent_reference,
-    kda_step_reference,
-)
+from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
     import torch
 
 
-def kda_decay(
-    logits: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
-) -> torch.Tensor:
-    """Turn decay logits into the natural logarithm of the decay.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KDAWeights:
+    """What the op needs of a layer's weights; all float32.
 
-    K3: ``lower_bound * sigmoid(exp(a_log) (logits + dt_bias))``, bounded and smooth, not a clamp.
-    Kimi-Linear (``lower_bound`` None): ``-exp(a_log) softplus(logits + dt_bias)``.
-
-    Args:
-        logits: [N, H * K], any floating dtype.
-        a_log: [H] float32.
-        dt_bias: [H * K] float32.
-        lower_bound: -5 in K3.
-
-    Returns:
-        [N, H, K] float32, below 0.
-
-    Raises:
-        ShapeError: the shapes disagree.
+    Attributes:
+        conv: [3 H K, W], for q, k and v; ``conv[:, W-1]`` multiplies the current token.
+        a_log: [H], dt_bias: [H K] of the decay gate.
+        o_norm: [K], shared by all heads.
+        eps: of the output norm.
+        lower_bound: of the log-decay: -5 in K3; None is Kimi-Linear's unbounded gate.
     """
-    if logits.shape[-1:] != dt_bias.shape or dt_bias.shape[0] % a_log.shape[0]:
-        raise ShapeError(
-            f"kda_decay: logits {tuple(logits.shape)}, a_log {tuple(a_log.shape)}, "
-            f"dt_bias {tuple(dt_bias.shape)}"
-        )
-    return kda_decay_reference(logits, a_log, dt_bias, lower_bound)
 
-
-def kda_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the delta rule over whole sequences.
-
-    Sequences are padded to a common length; a padded token has ``k``, ``g`` and ``beta`` zero and
-    then leaves the state alone. ``g`` must stay above -5 a token where the chunked form is used.
-
-    Args:
-        q, k: [B, T, H, K] float32, L2-normalised over K; q scaled by K^-1/2.
-        v: [B, T, H, V] float32.
-        g: [B, T, H, K] float32, natural logarithm of the decay.
-        beta: [B, T, H] float32 in (0, 1).
-        state: [B, H, K, V] float32; not modified.
-
-    Returns:
-        Outputs [B, T, H, V] and the state after the last token [B, H, K, V], both float32.
-
-    Raises:
-        ShapeError: the shapes disagree.
-    """
-    _check("kda_prefill", q, k, v, g, beta, state.shape)
-    return kda_chunk_reference(q, k, v, g, beta, state)
-
-
-def kda_recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as :func:`kda_prefill` token by token; right for any decay."""
-    _check("kda_recurrent", q, k, v, g, beta, state.shape)
-    return kda_recurrent_reference(q, k, v, g, beta, state)
+    conv: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    o_norm: torch.Tensor
+    eps: float
+    lower_bound: float | None
 
 
 def kda_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    cells: torch.Tensor,
 ) -> torch.Tensor:
-    """Advance every sequence by one token; its state lives in a pool.
+    """Advance every sequence by one token; its windows and states lie in a pool of cells.
+
+    Values have the width of keys, K. The last axis of every argument is contiguous; rows may lie
+    any distance apart (they are columns of one projection).
 
     Args:
-        q, k, g: [B, H, K] float32 as in :func:`kda_prefill`.
-        v: [B, H, V] float32.
-        beta: [B, H] float32.
-        states: [S, H, K, V] float32 pool; rows ``slots`` are updated in place.
-        slots: [B] int64, all different.
+        qkv: [B, 3 H K] projections before the convolution, in the model's dtype as are the next
+            three.
+        gate: [B, H K] logits of the output gate.
+        decay: [B, H K] logits of the decay: log-decay ``lower_bound * sigmoid(exp(a_log) (decay +
+            dt_bias))``, or ``-exp(a_log) softplus(decay + dt_bias)`` without a bound.
+        write: [B, H] logits of the write strength.
+        weights: of the layer.
+        windows: [C, W-1, 3, K] in the model's dtype, the last inputs of the convolution, oldest
+            first; those of ``cells`` advance in place.
+        states: [C, K, K] float32, key channels first; those of ``cells`` advance in place.
+        cells: [B, H] int64, where each head of each sequence lies; all different.
 
     Returns:
-        [B, H, V] float32.
+        [B, H K] in the dtype of ``gate``; float32 inside.
+
+    Raises:
+        ShapeError: the shapes disagree.
+
+    Source: Kimi Linear report; Kimi K3 ``modeling_kimi_linear.py`` (KimiDeltaAttention).
+    """
+    check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
+    if cells.shape[0] != qkv.shape[0]:
+        raise ShapeError(f"kda_decode: qkv {tuple(qkv.shape)}, cells {tuple(cells.shape)}")
+    return kda_decode_reference(qkv, gate, decay, write, weights, windows, states, cells)
+
+
+def kda_prefill(
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`kda_decode` over S packed sequences of any length.
+
+    Args:
+        qkv, gate, decay, write: [N, ...] rows of all sequences, one after the other.
+        weights, windows, states: as in :func:`kda_decode`.
+        cells: [S, H] int64.
+        cu_seqlens: [S + 1] int64; rows ``cu_seqlens[s] .. cu_seqlens[s + 1]`` are sequence s's, and
+            the last is N. Every sequence has a row.
+        ends: [S] int64, the row behind the last token of every sequence. Rows from there to
+            ``cu_seqlens[s + 1]`` are padding: whatever they hold, they leave windows and states
+            alone.
+
+    Returns:
+        [N, H K] in the dtype of ``gate``; zero in padding.
 
     Raises:
         ShapeError: the shapes disagree.
     """
-    expected = (slots.shape[0], *states.shape[1:])
-    one = [x.unsqueeze(1) for x in (q, k, v, g, beta)]
-    _check("kda_decode", one[0], one[1], one[2], one[3], one[4], expected)
-    state = states.index_select(0, slots)  # a copy, so the step may work in place
-    output = kda_step_reference(q, k, v, g, beta, state)
-    states.index_copy_(0, slots, state)
-    return output
+    check_shapes("kda_prefill", qkv, gate, decay, write, weights, windows, states, cells)
+    sequences = cells.shape[0]
+    if cu_seqlens.shape != (sequences + 1,) or ends.shape != (sequences,):
+        raise ShapeError(
+            f"kda_prefill: cells {tuple(cells.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}, "
+            f"ends {tuple(ends.shape)}"
+        )
+    return kda_prefill_reference(
+        qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends
+    )
 
 
-def _check(
+def check_shapes(
     name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state_shape: tuple[int, ...],
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
 ) -> None:
-    batch, length, heads, width = q.shape
+    """Refuse what does not belong together; for every implementation of the two ops.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    rows, (channels, width), heads = qkv.shape[0], weights.conv.shape, cells.shape[1]
+    head = states.shape[-1]
     agree = (
-        k.shape == q.shape
-        and g.shape == q.shape
-        and v.shape[:3] == q.shape[:3]
-        and beta.shape == (batch, length, heads)
-        and tuple(state_shape) == (batch, heads, width, v.shape[-1])
+        channels == 3 * heads * head
+        and qkv.shape == (rows, channels)
+        and gate.shape == decay.shape == (rows, heads * head)
+        and write.shape == (rows, heads)
+        and windows.shape[1:] == (width - 1, 3, head)
+        and states.shape == (windows.shape[0], head, head)
+        and weights.a_log.shape == (heads,)
+        and weights.dt_bias.shape == (heads * head,)
+        and weights.o_norm.shape == (head,)
     )
     if not agree:
-        named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        named = {
+            "qkv": qkv,
+            "gate": gate,
+            "decay": decay,
+            "write": write,
+            "conv": weights.conv,
+            "a_log": weights.a_log,
+            "dt_bias": weights.dt_bias,
+            "o_norm": weights.o_norm,
+            "windows": windows,
+            "states": states,
+            "cells": cells,
+        }
         shapes = ", ".join(f"{label} {tuple(x.shape)}" for label, x in named.items())
-        raise ShapeError(f"{name}: {shapes}, state {tuple(state_shape)}")
+        raise ShapeError(f"{name}: {shapes}")

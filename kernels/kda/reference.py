@@ -1,37 +1,74 @@
-"""Kimi Delta Attention in plain PyTorch: the recurrence that defines it, and its chunked form.
-
-One head, one token, state ``S`` in R^{K x V}, decay ``a = exp(g)`` per key channel::
-
-    S <- Diag(a) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
-
-The error is taken against the state *after* the decay, and the output reads it *after* the write.
-
-The chunked form works on tiles of 16 tokens. With G the running sum of g inside a tile::
-
-    A_ij = beta_i sum_d k_i k_j exp(G_i - G_j)   for j < i
-    T    = (I + A)^-1,   U = T (beta V),   W = T (beta K exp(G))
-    X    = U - W S
-    O    = (Q exp(G)) S + tril(sum_d q_i k_j exp(G_i - G_j)) X
-    S   <- Diag(exp(G_last)) S + (K exp(G_last - G))^T X
-
-``exp(G_i - G_j)`` is split into ``exp(G_i) exp(-G_j)``. That is safe in float32 because the bounded
-gate keeps ``g > -5``, so ``|G| < 80`` over 16 tokens; it is the reason for the bound.
-
-Source: Kimi Linear report (delta rule with per-channel decay), Kimi K3 report section 2.1.
-"""
+"""Kimi Delta Attention in plain PyTorch, from the projections to the gated output norm."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-TILE = 16
+from k3vl.kernels.gated_norm.reference import gated_norm_reference
+from k3vl.kernels.kda.delta_rule import delta_rule_chunk, delta_rule_recurrent, delta_rule_step
+from k3vl.kernels.short_conv.reference import short_conv_reference
+
+if TYPE_CHECKING:
+    from k3vl.kernels.kda import KDAWeights
 
 
-def kda_decay_reference(
+def kda_decode_reference(
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.kda.kda_decode`."""
+    starts = torch.arange(qkv.shape[0] + 1, device=qkv.device)
+    q, k, v, g, beta = _inputs(qkv, decay, write, weights, windows, cells, starts, starts[1:])
+    state = states[cells]  # a copy [B, H, K, V], so the step may work in place
+    out = delta_rule_step(q, k, v, g, beta, state)
+    states[cells] = state
+    return gated_norm_reference(out, gate, weights.o_norm, weights.eps)
+
+
+def kda_prefill_reference(
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.kda.kda_prefill`."""
+    inputs = _inputs(qkv, decay, write, weights, windows, cells, cu_seqlens, ends)
+    begins, counts = cu_seqlens[:-1], ends - cu_seqlens[:-1]
+    offsets = torch.arange(int(counts.max()), device=qkv.device)
+    real = offsets < counts.unsqueeze(1)  # [S, T]
+    rows = torch.where(real, begins.unsqueeze(1) + offsets, qkv.shape[0])
+    # [S, T, ...]; a row behind the packed ones is zero.
+    q, k, v, g, beta = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))[rows] for x in inputs)
+    # Without the bound a 16-token tile can overflow; the recurrence cannot.
+    rule = delta_rule_recurrent if weights.lower_bound is None else delta_rule_chunk
+    out, states[cells] = rule(q, k, v, g, beta, states[cells])
+    normed = gated_norm_reference(out[real], gate[rows[real]], weights.o_norm, weights.eps)
+    return torch.zeros_like(gate).index_copy_(0, rows[real], normed)
+
+
+def kda_decay(
     logits: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decay`."""
+    """Turn decay logits [N, H K] into the natural logarithm of the decay, [N, H, K] below 0.
+
+    K3: ``lower_bound * sigmoid(exp(a_log) (logits + dt_bias))``, bounded and smooth, not a clamp.
+    Kimi-Linear (``lower_bound`` None): ``-exp(a_log) softplus(logits + dt_bias)``.
+    """
     heads = a_log.shape[0]
     shifted = (logits.float() + dt_bias).unflatten(-1, (heads, -1))
     rate = a_log.exp().unsqueeze(-1)  # [H, 1]
@@ -40,79 +77,27 @@ def kda_decay_reference(
     return lower_bound * torch.sigmoid(rate * shifted)
 
 
-def kda_recurrent_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, token by token; see :func:`k3vl.kernels.kda.kda_prefill`."""
-    state = state.clone()
-    steps = (
-        kda_step_reference(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
-        for t in range(q.shape[1])
-    )
-    return torch.stack(list(steps), dim=1), state
+def _inputs(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    cells: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    ends: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g [N, H, K] and beta [N, H] of the delta rule; the windows advance."""
+    heads = cells.shape[1]
+    carried = windows[cells].permute(0, 2, 3, 1, 4)  # [S, W-1, 3, H, K]
+    convolved, tails = short_conv_reference(qkv, weights.conv, carried.flatten(2), cu_seqlens, ends)
+    windows[cells] = tails.view(carried.shape).permute(0, 3, 1, 2, 4)
+    q, k, v = convolved.unflatten(-1, (3, heads, -1)).unbind(1)
+    q, k = _l2_normalise(q) * q.shape[-1] ** -0.5, _l2_normalise(k)
+    g = kda_decay(decay, weights.a_log, weights.dt_bias, weights.lower_bound)
+    return q, k, v, g, torch.sigmoid(write.float())
 
 
-def kda_step_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    """One token: q, k, g [B, H, K], v [B, H, V], beta [B, H] -> o [B, H, V].
-
-    ``state`` [B, H, K, V] is advanced in place.
-    """
-    state.mul_(g.exp().unsqueeze(-1))
-    # Both reads of the decayed state in one product: S^T k for the error, S^T q for the output.
-    reads = torch.stack([k, q], dim=-2) @ state  # [B, H, 2, V]
-    u = beta.unsqueeze(-1) * (v - reads[..., 0, :])
-    state.addcmul_(k.unsqueeze(-1), u.unsqueeze(-2))
-    return reads[..., 1, :] + (q * k).sum(-1, keepdim=True) * u
-
-
-def kda_chunk_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chunked form; see :func:`k3vl.kernels.kda.kda_prefill`."""
-    length = q.shape[1]
-    pad = -length % TILE
-    # A padded token neither decays (g = 0) nor writes (beta = 0, k = 0).
-    q, k, v, g = (_tiles(F.pad(x, (0, 0, 0, 0, 0, pad))) for x in (q, k, v, g))
-    beta = _tiles(F.pad(beta, (0, 0, 0, pad)).unsqueeze(-1))  # [B, H, tiles, 16, 1]
-
-    total = g.cumsum(-2)
-    up, down = total.exp(), (-total).exp()
-    last = total[..., -1:, :]
-    k_up, k_down, q_up = k * up, k * down, q * up
-    mix = torch.tril(beta * (k_up @ k_down.mT), -1)
-    eye = torch.eye(TILE, dtype=mix.dtype, device=mix.device)
-    solved = torch.linalg.solve_triangular(
-        mix + eye, torch.cat([beta * v, beta * k_up], dim=-1), upper=False, unitriangular=True
-    )
-    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores = torch.tril(q_up @ k_down.mT)
-    k_last, decay = (k * (last - total).exp()).mT, last.exp().mT  # [.., K, 16], [.., K, 1]
-
-    outputs = []
-    for i in range(q.shape[2]):
-        x = u[:, :, i] - w[:, :, i] @ state
-        outputs.append(q_up[:, :, i] @ state + scores[:, :, i] @ x)
-        state = decay[:, :, i] * state + k_last[:, :, i] @ x
-    return torch.cat(outputs, dim=2).transpose(1, 2)[:, :length], state
-
-
-def _tiles(x: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, D] -> [B, H, T / 16, 16, D]."""
-    return x.transpose(1, 2).unflatten(2, (-1, TILE))
+def _l2_normalise(x: torch.Tensor) -> torch.Tensor:
+    """Unit length over the last axis; the epsilon is inside the root and on the sum."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

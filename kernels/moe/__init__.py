@@ -8,9 +8,9 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.moe.reference import moe_experts_reference, route_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
+
+    from k3vl.kernels.situ import GatedActivation
 
 
 def route(
@@ -46,7 +46,7 @@ def moe_experts(
     experts: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    activation: GatedActivation,
 ) -> torch.Tensor:
     """Sum the chosen experts' outputs, each ``w2 activation(w13 x)``, by their weights.
 
@@ -56,7 +56,7 @@ def moe_experts(
         experts: [N, k] int64.
         w13: [E, 2 I, L], gate rows first.
         w2: [E, L, I].
-        activation: [.., 2 I] -> [.., I].
+        activation: [N, 2 I] -> [N, I].
 
     Returns:
         [N, L] in the dtype of ``x``; the sum is float32.

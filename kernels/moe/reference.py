@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from k3vl.kernels.situ import GatedActivation
 
 
 def route_reference(
@@ -29,7 +29,7 @@ def moe_experts_reference(
     experts: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    activation: GatedActivation,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.moe.moe_experts`; one pass over the experts that have tokens."""
     top_k = experts.shape[1]

@@ -15,11 +15,10 @@ def short_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     windows: torch.Tensor,
-    slots: torch.Tensor,
-    taps: torch.Tensor,
-    tails: torch.Tensor,
-) -> torch.Tensor:
-    """Convolve every sequence with its own history, apply SiLU, and carry the window on.
+    cu_seqlens: torch.Tensor,
+    ends: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve every sequence with its own history and apply SiLU.
 
     ``y_t[c] = silu(sum_j weight[c, j] x_{t-W+1+j}[c])``; what lies before the first token of this
     call comes from the window, which holds zeros for a new sequence.
@@ -27,14 +26,13 @@ def short_conv(
     Args:
         x: [N, C] packed sequences.
         weight: [C, W] float32; ``weight[:, W-1]`` multiplies the current token.
-        windows: [S, W-1, C] pool of the last inputs, oldest first; updated in place.
-        slots: [B] int64, the pool row of every sequence.
-        taps: [N, W] int64, for every token its W inputs as rows of
-            ``cat(windows[slots].flatten(0, 1), x)``.
-        tails: [B, W-1] int64, the rows of the same that make the new window.
+        windows: [S, W-1, C], the last inputs of every sequence, oldest first.
+        cu_seqlens: [S + 1] int64; rows ``cu_seqlens[s] .. cu_seqlens[s + 1]`` are sequence s's.
+        ends: [S] int64, the row behind the last token of every sequence; what follows is padding,
+            which no window takes up.
 
     Returns:
-        [N, C] in the dtype of ``x``; products and sum in float32.
+        [N, C] float32, and the windows after the last token, [S, W-1, C] in their dtype.
 
     Raises:
         ShapeError: the shapes disagree.
@@ -42,15 +40,17 @@ def short_conv(
     Source: Kimi Linear report (short convolution on q, k and v); K3 ``modeling_kimi_linear.py``.
     """
     channels, width = weight.shape
+    sequences = windows.shape[0]
     shapes_agree = (
         x.shape[1:] == (channels,)
         and windows.shape[1:] == (width - 1, channels)
-        and taps.shape == (x.shape[0], width)
-        and tails.shape == (slots.shape[0], width - 1)
+        and cu_seqlens.shape == (sequences + 1,)
+        and ends.shape == (sequences,)
     )
     if not shapes_agree:
         raise ShapeError(
             f"short_conv: x {tuple(x.shape)}, weight {tuple(weight.shape)}, "
-            f"windows {tuple(windows.shape)}, taps {tuple(taps.shape)}, tails {tuple(tails.shape)}"
+            f"windows {tuple(windows.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}, "
+            f"ends {tuple(ends.shape)}"
         )
-    return short_conv_reference(x, weight, windows, slots, taps, tails)
+    return short_conv_reference(x, weight, windows, cu_seqlens, ends)

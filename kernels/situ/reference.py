@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def situ_glu_reference(gate_up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
-    """See :func:`k3vl.kernels.situ.situ_glu`."""
+    """See :class:`k3vl.kernels.situ.SituGLU`; [..., 2 I] -> [..., I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     out = torch.tanh(gate / beta).mul_(torch.sigmoid(gate))
     out.mul_(torch.tanh(up / linear_beta)).mul_(beta * linear_beta)
@@ -15,6 +15,6 @@ def situ_glu_reference(gate_up: torch.Tensor, beta: float, linear_beta: float) -
 
 
 def silu_glu_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """See :func:`k3vl.kernels.situ.silu_glu`."""
+    """``silu(g) u``; [..., 2 I] -> [..., I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
@@ -21,6 +23,7 @@ from k3vl.app.caption import find_files
 from k3vl.app.cli import cli
 from k3vl.app.inspect import _unique_stems
 from k3vl.app.output import json_line, printable
+from k3vl.kernels.choice import choose
 from tests.test_config import GOLDEN
 
 
@@ -57,6 +60,14 @@ def faulty(tmp_path: Path) -> Path:
     (tmp_path / "huge.png").write_bytes(bomb())
     (tmp_path / "notes.txt").write_text("not a picture, and not taken for one")
     return tmp_path
+
+
+def test_doctor_says_which_kernels_run_and_why() -> None:
+    lines = run("doctor", "--device", "cpu").output.splitlines()
+    assert re.fullmatch(r"k3vl \S+, Python \S+, torch \S+", lines[0])
+    assert re.fullmatch(r"device: cpu \(\S+\), float32 weights, .* GiB free, \d+ .*", lines[1])
+    chosen = choose(torch.device("cpu"), torch.float32)
+    assert lines[2:] == [f"kernels: {chosen.name}, because {chosen.reason}"]
 
 
 # ------------------------------------------------------------------ inspect

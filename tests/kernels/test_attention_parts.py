@@ -13,9 +13,7 @@ from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.short_conv import short_conv
-from k3vl.kernels.situ import silu_glu, situ_glu
-from k3vl.lm.batch import Row, build_batch
-from tests.tiny import Runner, tiny_model
+from k3vl.kernels.situ import SiluGLU, SituGLU, glu
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -58,17 +56,17 @@ def test_situ_is_bounded_and_gates_with_the_uncapped_value() -> None:
     gate_up = normal(9, 14) * 5
     g, u = gate_up.double().chunk(2, -1)
     want = 4 * torch.tanh(g / 4) * torch.sigmoid(g) * 25 * torch.tanh(u / 25)
-    assert relative_error(situ_glu(gate_up, 4.0, 25.0), want) < 1e-6
+    assert relative_error(glu(gate_up, SituGLU(beta=4.0, linear_beta=25.0)), want) < 1e-6
     extreme = torch.tensor([[1e4, -1e4, 1e4, 1e4, 1e4, -1e4]])
-    assert situ_glu(extreme, 4.0, 25.0).tolist() == [[100.0, 0.0, -100.0]]
+    assert glu(extreme, SituGLU(beta=4.0, linear_beta=25.0)).tolist() == [[100.0, 0.0, -100.0]]
 
 
 def test_silu_glu() -> None:
     gate_up = normal(4, 10)
     g, u = gate_up.double().chunk(2, -1)
-    assert relative_error(silu_glu(gate_up), F.silu(g) * u) < 1e-6
+    assert relative_error(glu(gate_up, SiluGLU()), F.silu(g) * u) < 1e-6
     with pytest.raises(ShapeError):
-        silu_glu(normal(4, 9))
+        glu(normal(4, 9), SiluGLU())
 
 
 # ------------------------------------------------------------------ attention residuals
@@ -102,22 +100,20 @@ def test_short_convolution_carries_its_window(splits: tuple[int, ...]) -> None:
     padded = F.pad(x.double().t().unsqueeze(0), (width - 1, 0))
     want = F.silu(F.conv1d(padded, weight.double().unsqueeze(1), groups=channels))[0].t()
 
-    windows = torch.zeros(3, width - 1, channels)
-    windows[2] = float("nan")  # nobody's slot
+    windows = torch.zeros(1, width - 1, channels)
     other = normal(2, channels, seed=5)
-    outputs, done, runner = [], 0, Runner(tiny_model())
+    outputs, done = [], 0
     for count in splits:
-        rows = [
-            Row(token_ids=[0] * count, context_len=done, slot=runner.units(1), pages=[0]),
-            Row(token_ids=[0, 0], context_len=0, slot=runner.units(0), pages=[1]),
-        ]
-        batch = build_batch(rows, runner.cache, conv_width=width)
-        packed = torch.cat([x[done : done + count], other])
-        y = short_conv(packed, weight, windows, torch.tensor([1, 0]), batch.taps, batch.tails)
-        outputs.append(y[:count])
+        padding = torch.full((2, channels), float("nan"))
+        packed = torch.cat([other, x[done : done + count], padding])
+        both = torch.cat([torch.zeros_like(windows), windows])
+        cu_seqlens, ends = torch.tensor([0, 2, count + 4]), torch.tensor([2, count + 2])
+        y, tails = short_conv(packed, weight, both, cu_seqlens, ends)
+        outputs.append(y[2 : count + 2])
+        windows = tails[1:]
         done += count
     assert relative_error(torch.cat(outputs), want) < 1e-6
-    assert torch.equal(windows[1], x[-3:])
+    assert torch.equal(windows[0], x[-3:])
 
 
 # ------------------------------------------------------------------ MLA
@@ -196,6 +192,6 @@ def test_experts_sum_by_weight(count: int) -> None:
     for n in range(count):
         for j in range(top_k):
             e = int(choice[n, j])
-            hidden = silu_glu(w13[e].double() @ x[n].double())
+            hidden = SiluGLU()(w13[e].double() @ x[n].double())
             want[n] += weights[n, j].double() * (w2[e].double() @ hidden.double())
-    assert relative_error(moe_experts(x, weights, choice, w13, w2, silu_glu), want) < 1e-6
+    assert relative_error(moe_experts(x, weights, choice, w13, w2, SiluGLU()), want) < 1e-6

@@ -1,12 +1,18 @@
-"""Kimi Delta Attention: the recurrence, its chunked form, and the decay gate."""
+"""Kimi Delta Attention: the recurrence, its chunked form, the decay gate, and the whole op."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import accumulate
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.kda import kda_decay, kda_decode, kda_prefill, kda_recurrent
+from k3vl.kernels.kda import KDAWeights, kda_decode, kda_prefill
+from k3vl.kernels.kda.delta_rule import delta_rule_chunk, delta_rule_recurrent
+from k3vl.kernels.kda.reference import kda_decay
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -39,8 +45,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_chunked_form_is_the_recurrence(length: int, decay: float) -> None:
     args = inputs(length, decay)
-    want, want_state = kda_recurrent(*(x.double() for x in args))
-    for form in (kda_prefill, kda_recurrent):
+    want, want_state = delta_rule_recurrent(*(x.double() for x in args))
+    for form in (delta_rule_chunk, delta_rule_recurrent):
         out, state = form(*args)
         assert relative_error(out, want) < 1e-5
         assert relative_error(state, want_state) < 1e-5
@@ -50,10 +56,10 @@ def test_chunked_form_is_the_recurrence(length: int, decay: float) -> None:
 def test_any_split_gives_the_same_state(decay: float) -> None:
     args = inputs(70, decay)
     *sequence, state = args
-    whole, final = kda_prefill(*args)
+    whole, final = delta_rule_chunk(*args)
     for first in (1, 2, 3, 16, 33, 69):
-        head, middle = kda_prefill(*(x[:, :first] for x in sequence), state)
-        tail, end = kda_prefill(*(x[:, first:] for x in sequence), middle)
+        head, middle = delta_rule_chunk(*(x[:, :first] for x in sequence), state)
+        tail, end = delta_rule_chunk(*(x[:, first:] for x in sequence), middle)
         assert relative_error(torch.cat([head, tail], 1), whole.double()) < 1e-5
         assert relative_error(end, final.double()) < 1e-5
 
@@ -62,39 +68,26 @@ def test_decay_can_differ_wildly_between_channels() -> None:
     """A channel that forgets at once beside one that never does, over a whole tile."""
     q, k, v, g, beta, state = inputs(48, -1.0)
     g = torch.where(torch.arange(g.shape[-1]) % 2 == 0, -4.9999, -1e-7).expand_as(g)
-    want, want_state = kda_recurrent(*(x.double() for x in (q, k, v, g, beta, state)))
-    out, final = kda_prefill(q, k, v, g, beta, state)
+    want, want_state = delta_rule_recurrent(*(x.double() for x in (q, k, v, g, beta, state)))
+    out, final = delta_rule_chunk(q, k, v, g, beta, state)
     assert relative_error(out, want) < 1e-5
     assert relative_error(final, want_state) < 1e-5
 
 
 def test_padding_leaves_the_state_alone() -> None:
     *sequence, state = inputs(20, -0.5)
-    _, want = kda_prefill(*(x[:, :13] for x in sequence), state)
+    _, want = delta_rule_chunk(*(x[:, :13] for x in sequence), state)
     q, k, v, g, beta = (x.clone() for x in sequence)
     for x in (k, g, beta):
         x[:, 13:] = 0
-    _, got = kda_prefill(q, k, v, g, beta, state)
+    _, got = delta_rule_chunk(q, k, v, g, beta, state)
     assert relative_error(got, want.double()) < 1e-6
-
-
-def test_decode_updates_only_its_slots() -> None:
-    q, k, v, g, beta, state = inputs(1, -0.7, batch=3)
-    pool = torch.randn(8, *state.shape[1:])
-    slots = torch.tensor([6, 0, 3])
-    before = pool.clone()
-    want, want_state = kda_recurrent(q, k, v, g, beta, pool[slots])
-    out = kda_decode(*(x[:, 0] for x in (q, k, v, g, beta)), pool, slots)
-    assert relative_error(out, want[:, 0].double()) < 1e-6
-    assert relative_error(pool[slots], want_state.double()) < 1e-6
-    others = torch.tensor([1, 2, 4, 5, 7])
-    assert torch.equal(pool[others], before[others])
 
 
 def test_output_reads_the_state_after_the_write() -> None:
     """From an empty state one token's output is (q . k) beta v: zero if read before the write."""
     q, k, v, g, beta, state = inputs(1, -3.0)
-    out, _ = kda_prefill(q, k, v, g, beta, torch.zeros_like(state))
+    out, _ = delta_rule_chunk(q, k, v, g, beta, torch.zeros_like(state))
     want = (q * k).sum(-1, keepdim=True) * beta.unsqueeze(-1) * v
     assert relative_error(out, want.double()) < 1e-5
 
@@ -103,7 +96,7 @@ def test_error_is_taken_against_the_decayed_state() -> None:
     """With v equal to what the undecayed state answers, the write must not vanish."""
     q, k, v, g, beta, state = inputs(1, -2.0)
     v = torch.einsum("bhkv,bthk->bthv", state, k)
-    _, got = kda_recurrent(q, k, v, g, beta, state)
+    _, got = delta_rule_recurrent(q, k, v, g, beta, state)
     decayed = state * g[:, 0].exp().unsqueeze(-1)
     u = beta[:, 0].unsqueeze(-1) * (v[:, 0] - torch.einsum("bhkv,bhk->bhv", decayed, k[:, 0]))
     want = decayed + k[:, 0].unsqueeze(-1) * u.unsqueeze(-2)
@@ -139,9 +132,155 @@ def test_unbounded_gate_of_kimi_linear() -> None:
     assert -1e-6 < float(g[0, 0, 1]) <= 0
 
 
+# ------------------------------------------------------------------ the whole op
+
+HEADS, HEAD, WIDTH = 3, 8, 4
+
+
+@dataclass
+class Layer:
+    """Random weights, a pool of twenty cells, and packed rows; some columns of one projection."""
+
+    rows: int
+    lower_bound: float | None = -5.0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.rows)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        channels = HEADS * HEAD
+        projected = normal(self.rows, 5 * channels + HEADS).to(self.dtype)
+        self.columns = projected.split([3 * channels, channels, channels, HEADS], dim=-1)
+        self.weights = KDAWeights(
+            conv=normal(3 * channels, WIDTH),
+            a_log=normal(HEADS) * 0.5,
+            dt_bias=normal(channels),
+            o_norm=1 + 0.2 * normal(HEAD),
+            eps=1e-5,
+            lower_bound=self.lower_bound,
+        )
+        self.windows = normal(20, WIDTH - 1, 3, HEAD).to(self.dtype)
+        self.states = normal(20, HEAD, HEAD)
+
+    def want(self, cells: list[int], begin: int, end: int) -> torch.Tensor:
+        """One sequence token by token in float64, from the pool; the pool stays as it is."""
+        qkv, gate, decay, write = (x[begin:end].double() for x in self.columns)
+        w = {k: getattr(self.weights, k).double() for k in ("conv", "a_log", "dt_bias", "o_norm")}
+        outputs = torch.zeros(end - begin, HEADS, HEAD, dtype=torch.float64)
+        self.final = {}
+        for h, cell in enumerate(cells):
+            mine = slice(h * HEAD, (h + 1) * HEAD)
+            convolved = []
+            for part in range(3):
+                channels = slice((part * HEADS + h) * HEAD, (part * HEADS + h + 1) * HEAD)
+                line = torch.cat([self.windows[cell, :, part].double(), qkv[:, channels]])
+                taps = torch.stack([line[j : j + end - begin] for j in range(WIDTH)])
+                convolved.append(F.silu((taps * w["conv"][channels].t().unsqueeze(1)).sum(0)))
+                self.final[cell, part] = line[-(WIDTH - 1) :]
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in convolved[:2])
+            logits = w["a_log"][h].exp() * (decay[:, mine] + w["dt_bias"][mine])
+            if self.lower_bound is None:
+                logits = -w["a_log"][h].exp() * F.softplus(decay[:, mine] + w["dt_bias"][mine])
+                g = logits
+            else:
+                g = self.lower_bound * torch.sigmoid(logits)
+            state, beta = self.states[cell].double(), torch.sigmoid(write[:, h])
+            for t in range(end - begin):
+                state = state * g[t].exp().unsqueeze(-1)
+                u = beta[t] * (convolved[2][t] - k[t] @ state)
+                state = state + torch.outer(k[t], u)
+                outputs[t, h] = HEAD**-0.5 * (q[t] @ state)
+            self.final[cell, "state"] = state
+        scale = (outputs.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return (outputs * scale * w["o_norm"]).flatten(1) * torch.sigmoid(gate)
+
+    def check_pool(self, cells: list[int]) -> None:
+        """The cells hold what :meth:`want` arrived at."""
+        for cell in cells:
+            assert relative_error(self.states[cell], self.final[cell, "state"]) < 1e-5
+            for part in range(3):
+                assert torch.equal(self.windows[cell, :, part].double(), self.final[cell, part])
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_decode_is_one_token_of_the_recurrence(batch: int, lower_bound: float | None) -> None:
+    layer = Layer(batch, lower_bound)
+    cells = torch.randperm(20, generator=torch.Generator().manual_seed(batch))[: batch * HEADS]
+    layer.states[cells[-1] + 1 if cells[-1] < 19 else 0].fill_(1.0)
+    cells = cells.view(batch, HEADS)
+    others = [c for c in range(20) if c not in cells]
+    before = layer.windows.clone(), layer.states.clone()
+    wants, finals = [], {}
+    for i in range(batch):
+        wants.append(layer.want(cells[i].tolist(), i, i + 1))
+        finals |= layer.final
+    layer.final = finals
+    out = kda_decode(*layer.columns, layer.weights, layer.windows, layer.states, cells)
+    assert relative_error(out, torch.cat(wants)) < 1e-5
+    layer.check_pool(cells.flatten().tolist())
+    assert torch.equal(layer.windows[others], before[0][others])
+    assert torch.equal(layer.states[others], before[1][others])
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(
+    "lengths", [((1, 0),), ((5, 0), (1, 0)), ((2, 14), (17, 0), (40, 8)), ((3, 1), (1, 15))]
+)
+def test_prefill_is_the_recurrence_of_every_sequence(
+    lengths: tuple[tuple[int, int], ...], lower_bound: float | None
+) -> None:
+    """Lengths and padding behind them; what is in the padding is not a number."""
+    starts = [0, *accumulate(n + pad for n, pad in lengths)]
+    layer = Layer(starts[-1], lower_bound)
+    cells = torch.randperm(20, generator=torch.Generator().manual_seed(7))[: len(lengths) * HEADS]
+    cells = cells.view(-1, HEADS)
+    others = [c for c in range(20) if c not in cells]
+    layer.states[others] = float("nan")
+    ends, wants, finals = [], [], {}
+    for i, (n, pad) in enumerate(lengths):
+        ends.append(starts[i] + n)
+        wants.append(layer.want(cells[i].tolist(), starts[i], ends[i]))
+        finals |= layer.final
+        wants.append(torch.zeros(pad, HEADS * HEAD, dtype=torch.float64))
+        for x in layer.columns:
+            x[ends[i] : starts[i + 1]] = float("nan")
+    layer.final = finals
+    out = kda_prefill(
+        *layer.columns,
+        layer.weights,
+        layer.windows,
+        layer.states,
+        cells,
+        torch.tensor(starts),
+        torch.tensor(ends),
+    )
+    assert relative_error(out, torch.cat(wants)) < 1e-5
+    layer.check_pool(cells.flatten().tolist())
+
+
+def test_write_strength_is_float32() -> None:
+    """Beta rounded to bfloat16 lets an error build up in the state."""
+    layer = Layer(1, dtype=torch.bfloat16)
+    layer.states.zero_()
+    cells = [4, 1, 8]
+    layer.want(cells, 0, 1)
+    kda_decode(*layer.columns, layer.weights, layer.windows, layer.states, torch.tensor([cells]))
+    layer.check_pool(cells)
+
+
 def test_shapes_are_checked() -> None:
-    q, k, v, g, beta, state = inputs(4, -1.0)
-    with pytest.raises(ShapeError, match=r"kda_prefill: q \(2, 4, 3, 24\).*state \(2, 3, 20, 24\)"):
-        kda_prefill(q, k, v, g, beta, state.mT)
-    with pytest.raises(ShapeError, match="kda_decay"):
-        kda_decay(torch.zeros(2, 8), torch.zeros(3), torch.zeros(8), -5.0)
+    layer, cells = Layer(2), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    qkv, gate, decay, write = layer.columns
+    pool = layer.weights, layer.windows, layer.states
+    with pytest.raises(ShapeError, match=r"kda_decode: qkv \(2, 71\).*states \(20, 8, 8\)"):
+        kda_decode(qkv[:, 1:], gate, decay, write, *pool, cells)
+    with pytest.raises(ShapeError, match=r"kda_decode: qkv \(2, 72\), cells \(1, 3\)"):
+        kda_decode(qkv, gate, decay, write, *pool, cells[:1])
+    with pytest.raises(ShapeError, match=r"kda_prefill: cells \(2, 3\), cu_seqlens \(2,\)"):
+        kda_prefill(
+            qkv, gate, decay, write, *pool, cells, torch.tensor([0, 2]), torch.tensor([1, 2])
+        )

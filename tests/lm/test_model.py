@@ -11,7 +11,7 @@ from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.mla import LOW_RANK_EPS, MultiHeadLatentAttention
 from k3vl.lm.residual import AttentionResidualStream, ReadWeights
-from tests.tiny import CPU, KIMI_LINEAR, TINY, Runner, fill, tiny_model, tokens
+from tests.tiny import CPU, KIMI_LINEAR, REFERENCE, TINY, Runner, fill, tiny_model, tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -130,7 +130,7 @@ def test_residual_schedule_with_a_partial_last_block() -> None:
     """Rows seen: ceil(l / 2) + 1 before attention, floor(l / 2) + 2 before the MLP."""
     x = torch.randn(3, TINY.hidden_size)
     stream = AttentionResidualStream(x, TINY)
-    weights = ReadWeights(TINY, dtype=torch.float32, device=CPU)
+    weights = ReadWeights(TINY, REFERENCE, dtype=torch.float32, device=CPU)
     fill(weights)
     attention, mlp = [], []
     for layer in range(TINY.num_hidden_layers):
@@ -176,7 +176,7 @@ def test_a_block_row_is_the_sum_of_its_outputs_without_the_stream_before() -> No
 
 
 def test_low_rank_norms_do_not_take_the_configured_epsilon() -> None:
-    layer = MultiHeadLatentAttention(TINY, dtype=torch.float32, device=CPU)
+    layer = MultiHeadLatentAttention(TINY, REFERENCE, dtype=torch.float32, device=CPU)
     assert layer.kv_norm.eps == LOW_RANK_EPS == 1e-6
     assert layer.query.norm.eps == LOW_RANK_EPS
 
@@ -188,14 +188,14 @@ def test_layer_kinds_come_from_the_one_based_lists() -> None:
 
 def test_output_gate_acts_before_the_output_projection() -> None:
     """Gates shut at -inf silence a layer; were they after o_proj, its rows would mix first."""
-    layer = MultiHeadLatentAttention(TINY, dtype=torch.float32, device=CPU)
+    layer = MultiHeadLatentAttention(TINY, REFERENCE, dtype=torch.float32, device=CPU)
     fill(layer)
     with torch.no_grad():
         layer.in_proj.weight[-TINY.num_attention_heads * TINY.v_head_dim :] = -1e4
         x = torch.rand(4, TINY.hidden_size) + 0.1
     runner = Runner(tiny_model())
     row = Row(token_ids=[0] * 4, context_len=0, slot=runner.units(0), pages=[0])
-    batch = build_batch([row], runner.cache, conv_width=4)
+    batch = build_batch([row], runner.cache)
     assert not layer(x, batch, torch.zeros(16, 16)).any()
 
 

@@ -24,7 +24,7 @@ from k3vl.lm.weights import load_model
 from k3vl.vision.encoder import VisionEncoder
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.weights import load_vision
-from tests.tiny import CPU, Runner
+from tests.tiny import CPU, REFERENCE, Runner
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "sglang_tiny"
 TOLERANCE = 1e-4
@@ -45,7 +45,9 @@ def config():
 
 @pytest.fixture(scope="module")
 def model(config):
-    return load_model(CheckpointReader(DIRECTORY), config.text, dtype=torch.float32, device=CPU)
+    return load_model(
+        CheckpointReader(DIRECTORY), config.text, REFERENCE, dtype=torch.float32, device=CPU
+    )
 
 
 @pytest.fixture(scope="module")

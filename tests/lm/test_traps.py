@@ -16,7 +16,7 @@ import torch
 
 from k3vl.checkpoint import CheckpointReader
 from k3vl.config import checkpoint_path, load_config
-from k3vl.kernels.situ import situ_glu
+from k3vl.kernels.situ import SiluGLU, SituGLU
 from k3vl.lm.batch import Row
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.model import K3Model
@@ -24,12 +24,12 @@ from k3vl.lm.moe import LatentMoE
 from k3vl.lm.weights import load_model
 from k3vl.xtml.tokenizer import load_tokenizer
 from tests.test_config import GOLDEN, K3
-from tests.tiny import CPU, TINY, Runner, fill, tiny_model, tokens
+from tests.tiny import CPU, REFERENCE, TINY, Runner, fill, tiny_model, tokens
 
 
 @pytest.fixture(scope="module")
 def bfloat16_model() -> K3Model:
-    model = K3Model(TINY, dtype=torch.bfloat16, device=CPU).eval().requires_grad_(False)
+    model = K3Model(TINY, REFERENCE, dtype=torch.bfloat16, device=CPU).eval().requires_grad_(False)
     fill(model)
     return model
 
@@ -57,7 +57,7 @@ def test_the_demo_model_says_the_same_in_bfloat16() -> None:
     row = Row(token_ids=tokenizer.encode_segment(text, False), context_len=0, slot=0, pages=[0, 1])
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(reader, config, dtype=dtype, device=CPU)
+        model = load_model(reader, config, REFERENCE, dtype=dtype, device=CPU)
         logits.append(Runner(model, page_size=32).run([row], all_logits=True))
     want, got = logits
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
@@ -65,15 +65,17 @@ def test_the_demo_model_says_the_same_in_bfloat16() -> None:
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.9
 
 
-def test_router_logits_are_not_rounded(monkeypatch) -> None:
+def test_router_logits_are_not_rounded() -> None:
     """Two experts whose scores differ in the 12th bit: rounding the logits would tie them."""
-    layer = LatentMoE(TINY, lambda x: x.chunk(2, -1)[0], dtype=torch.bfloat16, device=CPU)
-    fill(layer)
     chosen = []
-    monkeypatch.setattr(
-        "k3vl.lm.moe.moe_experts",
-        lambda x, weights, experts, *rest: chosen.append(experts) or torch.zeros_like(x),
-    )
+
+    def capture(x, weights, experts, *rest):
+        chosen.append(experts)
+        return torch.zeros_like(x)
+
+    kernels = dataclasses.replace(REFERENCE, moe_experts=capture)
+    layer = LatentMoE(TINY, SiluGLU(), kernels, dtype=torch.bfloat16, device=CPU)
+    fill(layer)
     with torch.no_grad():
         layer.router.zero_()
         layer.router_bias.zero_()
@@ -84,32 +86,14 @@ def test_router_logits_are_not_rounded(monkeypatch) -> None:
     assert sorted(chosen[0][0].tolist()) == [1, 2]
 
 
-def test_write_strength_is_float32(monkeypatch) -> None:
-    """Beta rounded to bfloat16 lets an error build up in the state."""
-    seen = []
-
-    def capture(q, k, v, g, beta, states, slots):
-        seen.append((g, beta))
-        return torch.zeros_like(v)
-
-    monkeypatch.setattr("k3vl.lm.kda.kda_decode", capture)
-    layer = KimiDeltaAttention(TINY, dtype=torch.bfloat16, device=CPU)
-    fill(layer)
-    runner = Runner(K3Model(TINY, dtype=torch.bfloat16, device=CPU))
-    state = runner.cache.layers[0]
-    batch = runner.batch([Row(token_ids=[1], context_len=0, slot=0, pages=[0])])
-    layer(torch.randn(1, TINY.hidden_size, dtype=torch.bfloat16), batch, state)
-    g, beta = seen[0]
-    assert g.dtype == beta.dtype == torch.float32
-    assert not torch.equal(beta, beta.bfloat16().float()), "a sigmoid of anything has more bits"
-
-
 def test_situ_takes_its_caps_from_the_configuration() -> None:
     gate_up = torch.tensor([[3.0, 50.0]])
     for beta, linear_beta in ((4.0, 25.0), (2.0, 10.0)):
         want = beta * math.tanh(3 / beta) / (1 + math.exp(-3)) * linear_beta
         want *= math.tanh(50 / linear_beta)
-        assert float(situ_glu(gate_up, beta, linear_beta)) == pytest.approx(want, rel=1e-6)
+        assert float(SituGLU(beta=beta, linear_beta=linear_beta)(gate_up)) == pytest.approx(
+            want, rel=1e-6
+        )
     changed = dataclasses.replace(TINY, activation_situ_beta=1.0)
     row = Row(token_ids=tokens(5), context_len=0, slot=0, pages=[0])
     logits = [Runner(tiny_model(config)).run([row]) for config in (TINY, changed)]
@@ -127,7 +111,7 @@ def test_a_turn_ends_at_end_of_msg_not_at_the_document_end_only() -> None:
 
 def test_values_are_not_normalised_and_queries_are_scaled_once() -> None:
     """Doubling the value projection doubles what KDA reads; doubling q's changes nothing."""
-    layer = KimiDeltaAttention(TINY, dtype=torch.float32, device=CPU)
+    layer = KimiDeltaAttention(TINY, REFERENCE, dtype=torch.float32, device=CPU)
     fill(layer)
     row = Row(token_ids=[0] * 6, context_len=0, slot=0, pages=[0])
     x = torch.randn(6, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
