@@ -190,12 +190,12 @@ def test_the_command_captions_the_folder() -> None:
 
 def test_the_package_measures_itself() -> None:
     """``k3vl eval`` with the real model over a part of the questions that come with it."""
-    result = CliRunner().invoke(cli, ["eval", "--quick", "--only", "yes", "--blanks", "4"])
+    result = CliRunner().invoke(cli, ["eval", "--quick", "--only", "yes"])
     assert result.exit_code == 0, result.output
     row = next(line for line in result.stdout.splitlines() if "yes or no" in line)
     value, blank = (float(cell.split("%")[0].split()[-1]) for cell in row.split(" % ")[:2])
     assert value > 90
-    assert blank <= 75
+    assert blank <= 75, "mostly No: a grey picture shows nothing"
 
 
 def test_confidence_is_told_with_log_probabilities(demo) -> None:
