@@ -204,7 +204,11 @@ def serve(**options: Any) -> None:
     help="Compose the whole held-out table from these drawings; see docs/demo.",
 )
 @_count("--items", 200, "Questions of a split, with --atlas.")
-@_count("--blanks", 100, "Questions of a split that are asked about a grey picture too.", 0)
+@click.option(
+    "--blanks",
+    type=click.IntRange(min=0),
+    help="Questions of a split that are asked about a grey picture too. Default: 100; 4 of ours.",
+)
 @click.option("--only", default="", help="Splits whose name begins so.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Figures, as JSON.")
 @click.option(
@@ -228,6 +232,9 @@ def evaluate(quick: bool, **values: Any) -> None:
 
     if sum((quick, values["folder"] is not None, values["atlas"] is not None)) > 1:
         raise click.UsageError("FOLDER, --quick and --atlas exclude each other")
+    if values["blanks"] is None:
+        own = values["folder"] is not None or values["atlas"] is not None
+        values["blanks"] = 100 if own else 4
     if run(EvalOptions(**values)):
         sys.exit(EXIT_ITEM_ERRORS)
 
