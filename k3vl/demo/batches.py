@@ -16,12 +16,13 @@ import numpy as np
 
 from k3vl.demo.atlas import TRAIN, Atlas
 from k3vl.demo.charts import draw_chart, random_chart
-from k3vl.demo.chat import EFFORTS, MEDIA_PAD, ROW_PAD, Chat, Media, Row, Style
+from k3vl.demo.chat import MEDIA_PAD, ROW_PAD, Chat, Media, Row, Style
 from k3vl.demo.clips import group_times
 from k3vl.demo.edits import difference_turns, edited, several_turns
 from k3vl.demo.scene import CHESSBOARD, MAX_ITEMS, Ground, Item, Scene, SceneMaker, SceneOptions
 from k3vl.demo.tasks import Questioner, caption
 from k3vl.demo.tool_tasks import tool_rows
+from k3vl.xtml.wording import THINKING_EFFORTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -340,7 +341,7 @@ class BatchMaker:
         thinking = rng.random() < bucket.thinking
         if plain:
             return Style(thinking=bucket.thinking == 1.0, tools=tools)
-        effort = rng.choice(EFFORTS) if thinking and rng.random() < 0.5 else None
+        effort = rng.choice(THINKING_EFFORTS) if thinking and rng.random() < 0.5 else None
         roomy = bucket.row >= 128
         return Style(
             thinking=thinking,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from k3vl.demo.geometry import SPECIAL_ID, SPECIALS
 from k3vl.xtml.values import argument_text, argument_type
-from k3vl.xtml.wording import FENCE_END, TOOLS_HEAD
+from k3vl.xtml.wording import EFFORT_HEAD, EFFORT_TAIL, FENCE_END, TOOLS_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,20 +24,12 @@ if TYPE_CHECKING:
 
     from k3vl.demo.turns import Call, Turn
 
-EFFORTS = ("low", "high", "max")
-
 _BOS, _EOS, _END, _OPEN, _CLOSE, _SEP, _BEGIN, _CONTENT, _MEDIA_END, _PAD = (
     SPECIAL_ID[name] for name in SPECIALS[:10]
 )
 MEDIA_PAD, ROW_PAD, CLOSE = _PAD, SPECIAL_ID["<|pad|>"], _CLOSE
 # The pieces between which no merge of the demo's vocabulary crosses, so that they can be kept.
 _WORD = re.compile(r" ?[^\W\d_]+|\d| ?[^\s\w]+|_+|\s+")
-
-_EFFORT_TEXT = (
-    "`thinking_effort` guides on how much to think in your thinking channel (not including the "
-    "response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
-    "Now the system is invoked with `thinking_effort={}`."
-)
 
 # The answer and the token that ends it count fully; what must follow it is learned at once.
 _FULL, _FORM = 1.0, 0.1
@@ -164,7 +156,7 @@ class Chat:
         if style.tools:
             self._internal(row, "tool-declare", f"{TOOLS_HEAD}{style.tools}{FENCE_END}")
         if style.thinking and style.effort:
-            self._internal(row, "thinking-effort", _EFFORT_TEXT.format(style.effort))
+            self._internal(row, "thinking-effort", f"{EFFORT_HEAD}{style.effort}{EFFORT_TAIL}")
         if style.system:
             row.ids += [*self._message("system"), *self.text(style.system), *self._end()]
         for turn in turns:

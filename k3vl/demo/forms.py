@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from k3vl.demo.grammar import is_plural, listed, plural, with_article
 from k3vl.demo.turns import Turn
+from k3vl.xtml.wording import JSON_OBJECT
 
 if TYPE_CHECKING:
     import random
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
 
     from k3vl.demo.scene import Item, Scene
 
-JSON_OBJECT_NOTICE = (
-    "response-format",
-    "The system is invoked with `response_format=json_object`.\n"
-    "Your response must be raw JSON data without markdown code blocks (```json) or any additional "
-    "formatting.",
-)
+JSON_OBJECT_NOTICE = ("response-format", JSON_OBJECT)
 _ONE_WORD = ("Answer in one word.", "One word only.", "Use one word.", "Reply with a single word.")
 _FIVE = (
     "Describe the picture in at most five words.",

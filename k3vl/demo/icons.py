@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import unicodedata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from k3vl.demo.atlas import CELL, INK_SUFFIX, is_held, load_atlas
+from k3vl.demo.sources import slug
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -79,13 +78,6 @@ OTHER_SENSE = frozenset(
 )
 _INNER = 92
 _SIDE = 16  # sprites in a row of a sheet
-
-
-def slug(name: str) -> str:
-    """``woman's hat`` -> ``womans-hat``."""
-    plain = unicodedata.normalize("NFD", name.lower().replace("\u2019", "").replace("'", ""))
-    plain = "".join(c for c in plain if not unicodedata.combining(c))
-    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
 
 
 def icons_of(table: dict[str, Any], name: str) -> list[str]:

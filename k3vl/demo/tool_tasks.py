@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from k3vl.demo.grammar import countable, plural
 from k3vl.demo.turns import Call, Turn
+from k3vl.xtml.values import sorted_json
+from k3vl.xtml.wording import TOOL_CHOICES
 
 if TYPE_CHECKING:
     import random
@@ -50,15 +52,8 @@ _ASK: dict[ToolKind, tuple[str, ...]] = {
         "Add labels for everything you see.",
     ),
 }
-REQUIRED = (
-    "tool-choice",
-    "The system is invoked with `tool_choice=required`.\nYou MUST call tools in the next message.",
-)
-FORBIDDEN = (
-    "tool-choice",
-    "The system is invoked with `tool_choice=none`.\n"
-    "You MUST NOT call any tools in the next message.",
-)
+REQUIRED = ("tool-choice", TOOL_CHOICES["required"])
+FORBIDDEN = ("tool-choice", TOOL_CHOICES["none"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +107,7 @@ def random_tool(rng: random.Random, kind: ToolKind) -> Tool:
 
 def declare(tools: Sequence[Tool]) -> str:
     """The list of declarations as the template writes it: compact, keys sorted."""
-    declarations = [tool.declaration() for tool in tools]
-    return json.dumps(declarations, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    return sorted_json([tool.declaration() for tool in tools])
 
 
 def tool_turn(
