@@ -13,6 +13,7 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -127,52 +128,63 @@ def rounding(eight, full):
     }
 
 
+def write_questions(atlas_folder, folder, items, names):
+    atlas = load_atlas(atlas_folder)
+    floor = NameFloor(atlas)
+    for split in splits(atlas):
+        write_split(split, atlas, floor, folder, names if split.task == "name" else items)
+
+
+def chosen(questions, items, names):
+    """The first questions of each split."""
+    counts = Counter()
+    for question in questions:
+        counts[question.split] += 1
+        if counts[question.split] <= (names if question.split.startswith("name") else items):
+            yield question
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--atlas", type=Path, required=True)
+    parser.add_argument("--questions", type=Path, help="where the files are, or are to be made")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--float", type=Path, help="training result, before rounding")
     parser.add_argument("--items", type=int, default=120, help="questions of a split")
-    parser.add_argument("--names", type=int, help="of splits about single names; default: as many")
-    parser.add_argument("--compared", type=int, default=30, help="of a split, before rounding too")
-    parser.add_argument("--answers", type=Path, help="JSON Lines with all answers")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--names", type=int, default=120, help="of splits about single names")
     parser.add_argument("--blanks", type=int, default=40, help="of them with grey pictures too")
-    parser.add_argument("--only", default="", help="splits whose name begins so")
+    parser.add_argument("--compared", type=int, default=30, help="of a split, before rounding too")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--answers", type=Path, help="JSON Lines with all answers")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    atlas = load_atlas(args.atlas)
-    floor = NameFloor(atlas)
-    start = time.perf_counter()
-    with TemporaryDirectory() as folder:
-        for split in splits(atlas):
-            if split.name.startswith(args.only):
-                items = args.names if split.task == "name" and args.names else args.items
-                write_split(split, atlas, floor, Path(folder), items)
-        questions = read_labels(Path(folder))
-        made = time.perf_counter()
+    with ExitStack() as stack:
+        folder = args.questions or Path(stack.enter_context(TemporaryDirectory()))
+        if not (folder / "labels.jsonl").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_questions(args.atlas, folder, args.items, args.names)
+        questions = list(chosen(read_labels(folder), args.items, args.names))
+        start = time.perf_counter()
         eight = asked(args.model, questions, args.blanks, args.processes)
-        done = time.perf_counter()
+        report = provenance(args.model) | {
+            "questions": len(questions),
+            "seconds": round(time.perf_counter() - start),
+            "processes": args.processes,
+            "rows": [row.record() for row in rows_of(eight)],
+            "finished": sum(r.told is not None and r.told.finish != "length" for r in eight)
+            / len(eight),
+            "confidence": confidence(eight),
+        }
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
         if args.answers:
             lines = [json.dumps(result.record()) + "\n" for result in eight]
             args.answers.write_text("".join(lines))
-        again = first_of_each(eight, args.compared)
-        before = [result.question for result in again]
-        full = None
         if args.float:
-            unrounded = plain(args.float, Path(folder) / "unrounded")
-            full = asked(unrounded, before, 0, args.processes)
-    report = provenance(args.model) | {
-        "questions": len(questions),
-        "seconds": {"make files": round(made - start), "ask": round(done - made)},
-        "rows": [row.record() for row in rows_of(eight)],
-        "finished": sum(r.told is not None and r.told.finish != "length" for r in eight)
-        / len(eight),
-        "confidence": confidence(eight),
-    }
-    if full is not None:
-        report["rounding to 8 bits"] = rounding(again, full)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+            again = first_of_each(eight, args.compared)
+            unrounded = plain(args.float, Path(stack.enter_context(TemporaryDirectory())) / "float")
+            full = asked(unrounded, [r.question for r in again], 0, args.processes)
+            report["rounding to 8 bits"] = rounding(again, full)
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
