@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -12,7 +13,7 @@ import torch
 from k3vl.checkpoint import CheckpointReader
 from k3vl.checkpoint_summary import summarise_checkpoint
 from k3vl.config import checkpoint_path, load_config, load_media_config
-from k3vl.errors import ConfigError
+from k3vl.errors import CapacityError, ConfigError, WeightError
 from k3vl.kernels.choice import choose
 from k3vl.lm.ahead import EncodeAhead
 from k3vl.lm.engine import Engine, EngineConfig
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from k3vl.checkpoint_summary import CheckpointSummary
-    from k3vl.config import K3Config
+    from k3vl.config import K3Config, MediaConfig
+    from k3vl.lm.model import K3Model
     from k3vl.xtml.tokenizer import Tokenizer
 
 MXFP4_FORMAT = "mxfp4-pack-quantized"
@@ -42,12 +44,89 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightLoader:
+    """Reads weights of one configuration, again and again.
+
+    Attributes:
+        config: of the checkpoint that was opened first.
+        media: its media settings; the tower normalises by them.
+        dtype, device: of all weights.
+        batch: patches that the encoder joins; see :class:`k3vl.vision.encoder.VisionEncoder`.
+    """
+
+    config: K3Config
+    media: MediaConfig
+    dtype: torch.dtype
+    device: torch.device
+    batch: int | None = None
+
+    def load(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
+        """Language model and encoder of a directory.
+
+        Raises:
+            WeightError: the tensors are not those of the configuration, or a file is damaged.
+        """
+        reader = CheckpointReader(directory)
+        reader.require_only([PREFIX, *VISION_PREFIXES])
+        tower, projector = load_vision(
+            reader, self.config.vision, self.media, dtype=self.dtype, device=self.device
+        )
+        kernels = choose(self.device, self.dtype)
+        model = load_model(reader, self.config.text, kernels, dtype=self.dtype, device=self.device)
+        return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch)
+
+    def load_beside(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
+        """As :meth:`load`, for weights that are to take the place of running ones.
+
+        Raises:
+            ConfigError: a ``config.json`` beside the weights describes another model.
+            CapacityError: there is no memory for both.
+            WeightError: as :meth:`load`, or a weight is not a finite number.
+        """
+        self._require_same_model(directory)
+        self._require_room(directory)
+        model, encoder = self.load(directory)
+        for module in (model, encoder.tower, encoder.projector):
+            for name, parameter in module.named_parameters():
+                if not torch.isfinite(parameter).all():
+                    raise WeightError(f"{directory}: {name} holds values that are not finite")
+        return model, encoder
+
+    def _require_same_model(self, directory: Path) -> None:
+        if not (directory / "config.json").is_file():
+            return  # a trainer may write nothing but weights
+        found = load_config(directory)
+        for part in ("text", "vision"):
+            mine, theirs = dataclasses.asdict(getattr(self.config, part)), getattr(found, part)
+            others = [
+                name for name, value in dataclasses.asdict(theirs).items() if value != mine[name]
+            ]
+            if others:
+                raise ConfigError(
+                    f"{directory}: {part}_config is not the running model's: {', '.join(others)}"
+                )
+
+    def _require_room(self, directory: Path) -> None:
+        expected = {
+            **expected_text_tensors(self.config.text, quantized_experts=False),
+            **expected_vision_tensors(self.config.vision),
+        }
+        needed = sum(spec.numel for spec in expected.values()) * self.dtype.itemsize
+        if needed > (free := available_memory(self.device)):
+            raise CapacityError(
+                f"{directory}: new weights take {needed:,} bytes beside the running ones, "
+                f"{free:,} are free"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
     """What a pipeline is made of; see :class:`k3vl.pipeline.Pipeline`."""
 
     processor: MediaProcessor
     tokenizer: Tokenizer
     backend: LocalBackend
+    weights: WeightLoader
     media_pad_id: int
     defaults: ChatOptions
     name: str
@@ -86,18 +165,14 @@ def open_checkpoint(
     fits, sentence = summary.fits(available_memory(where), dtype)
     if not fits:
         raise ConfigError(f"{directory}: {sentence}; the embedded engine holds one device's worth")
-    reader = CheckpointReader(directory)
-    reader.require_only([PREFIX, *VISION_PREFIXES])
-    tower, projector = load_vision(reader, config.vision, media, dtype=dtype, device=where)
-    kernels = choose(where, dtype)
-    model = load_model(reader, config.text, kernels, dtype=dtype, device=where)
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE
         engine = EngineConfig(num_threads=1 if small else None)
     # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
     batch = engine.max_step_patches if where.type == "cuda" else None
-    encoder = VisionEncoder(tower, projector, max_patches_per_batch=batch)
+    weights = WeightLoader(config=config, media=media, dtype=dtype, device=where, batch=batch)
+    model, encoder = weights.load(directory)
     # With one thread for each operation another core is free for the tower.
     ahead = EncodeAhead(encoder) if where.type == "cpu" and engine.num_threads == 1 else None
     backend = LocalBackend(Engine(model, ahead or encoder, engine, stop_ids=stop_ids), ahead=ahead)
@@ -105,6 +180,7 @@ def open_checkpoint(
         processor=MediaProcessor(media, limits=limits, policy=policy),
         tokenizer=tokenizer,
         backend=backend,
+        weights=weights,
         media_pad_id=config.media_placeholder_token_id,
         defaults=defaults,
         name=str(checkpoint),

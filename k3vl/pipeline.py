@@ -24,10 +24,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from k3vl.constrain import ConstraintCompiler
-from k3vl.errors import CapacityError, K3VLError, MediaError
+from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
 from k3vl.generation import Answer, Generation, Inbox
 from k3vl.types import (
     ChatOptions,
@@ -57,11 +58,12 @@ if TYPE_CHECKING:
         Mapping,
         Sequence,
     )
-    from pathlib import Path
 
     from k3vl.constrain import Constraint
     from k3vl.lm.backend import Backend, Token
+    from k3vl.lm.local import InFlight
     from k3vl.lm.stats import EngineStats
+    from k3vl.load import WeightLoader
     from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
     from k3vl.vision.processor import MediaProcessor
     from k3vl.xtml.tokenizer import Tokenizer
@@ -142,6 +144,7 @@ class Pipeline:
         defaults: ChatOptions,
         name: str,
         context_length: int | None = None,
+        weights: WeightLoader | None = None,
         min_confidence: float | None = None,
     ) -> None:
         """Join the three worlds.
@@ -154,6 +157,7 @@ class Pipeline:
             defaults: chat options of requests that bring none.
             name: how the model is called in results.
             context_length: tokens of prompt and answer together, where the backend has a limit.
+            weights: reads other weights for an embedded engine.
             min_confidence: below this the checkpoint's answers are better not trusted.
         """
         self.processor = processor
@@ -165,6 +169,7 @@ class Pipeline:
         self.context_length = context_length
         self.min_confidence = min_confidence
         self.constraints = ConstraintCompiler(tokenizer)
+        self._weights = weights
 
     @classmethod
     def load(cls, checkpoint: str | Path = "demo", **settings: Any) -> Self:
@@ -189,6 +194,7 @@ class Pipeline:
             defaults=parts.defaults,
             name=parts.name,
             context_length=parts.context_length,
+            weights=parts.weights,
             min_confidence=parts.min_confidence,
         )
 
@@ -213,6 +219,23 @@ class Pipeline:
         """Caches, memory and times of the embedded engine; None of a backend that reports none."""
         report = getattr(self.backend, "stats", None)
         return report() if report is not None else None
+
+    def update_weights(self, directory: str | Path, *, in_flight: InFlight = "finish") -> None:
+        """Go on with the weights of another checkpoint of the same model, without a restart.
+
+        They are read beside the running ones, on the calling thread; whatever is wrong with them,
+        nothing has changed. See :meth:`k3vl.lm.local.LocalBackend.update` for requests in flight.
+
+        Raises:
+            ConfigError: it is another model's checkpoint.
+            WeightError: a tensor is missing, left over, of the wrong shape, damaged or not finite.
+            CapacityError: there is no memory for both.
+            BackendError: the engine is dead, or not an embedded one.
+        """
+        update = getattr(self.backend, "update", None)
+        if update is None or self._weights is None:
+            raise BackendError("only an embedded engine takes other weights")
+        update(*self._weights.load_beside(Path(directory)), in_flight=in_flight)
 
     # ------------------------------------------------------------------ asking
 

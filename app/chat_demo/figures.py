@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from k3vl.app.chat_demo.history import Answer
     from k3vl.types import Usage
 
+SHORTEST = 0.01
+"""Seconds below which a rate would be a matter of the clock."""
 _DASH = "&ndash;"
 
 
@@ -40,8 +42,9 @@ def figures(answer: Answer, now: float, *, cached_items: int = 0, items: int = 0
     usage = answer.usage
     completion = answer.pieces if usage is None else usage.completion_tokens
     rate = None
-    if answer.first_at is not None and completion > 1 and until > answer.first_at:
-        rate = (completion - 1) / (until - answer.first_at)
+    if answer.first_at is not None and completion > 1:
+        since = until - answer.first_at
+        rate = (completion - 1) / since if since >= SHORTEST else None
     return Figures(
         ttft=None if answer.first_at is None else answer.first_at - answer.started,
         rate=rate,

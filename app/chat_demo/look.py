@@ -66,7 +66,11 @@ CSS = """
 #k3-box .submit-button, #k3-box .stop-button { border-radius: 10px; color: white;
   background: #0f766e; }
 #k3-box .submit-button:hover, #k3-box .stop-button:hover { background: #115e59; }
-#k3-result { border-radius: 14px; border: 1px solid var(--k3-accent); }
+#k3-result { padding: 12px 12px 4px; }
+#k3-result textarea { border-radius: 10px; border: 1px solid var(--k3-accent); }
+#k3-result .submit-button { border-radius: 10px; color: white; background: #0f766e;
+  margin-left: 10px; }
+#k3-result .submit-button:hover { background: #115e59; }
 .form:has(#k3-box) { border-radius: 14px; }
 
 .k3-intro { max-width: 600px; margin: 0 auto; text-align: center; }
@@ -79,7 +83,8 @@ CSS = """
 .k3-side { gap: 10px !important; }
 .k3-side .k3-section:not(:first-child) { margin-top: 8px; }
 .k3-section { font-size: 13px; font-weight: 600; color: var(--body-text-color); margin: 6px 0 0; }
-.k3-hint { font-weight: 400; color: var(--body-text-color-subdued); margin-left: 8px; }
+.k3-hint { font-weight: 400; font-size: 12px; margin-left: 8px;
+  color: var(--body-text-color-subdued); }
 .k3-figures { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 8px; }
 .k3-tile { display: flex; flex-direction: column; padding: 8px 4px 8px 10px; border-radius: 10px;
   background: var(--background-fill-primary); border: 1px solid var(--border-color-primary); }
@@ -123,7 +128,7 @@ CSS = """
 }
 """
 
-SEEN_HINT = "click an older message for its files"
+SEEN_HINT = "click any message for its files"
 SEEN_EMPTY = (
     '<div class="k3-empty">Attach a picture or a clip: here you will see the very pixels that go '
     "into the vision tower, with its patches, and what they cost in tokens.</div>"

@@ -43,11 +43,9 @@ def _turn_rows(turn: Turn) -> Iterator[dict[str, Any]]:
     for file in turn.usable:
         path = str(file.shown or file.path)
         yield {"role": "user", "content": {"path": path, "alt_text": file.path.name}}
-    if turn.results:
-        pass
-    elif turn.text:
+    if turn.text:
         yield {"role": "user", "content": turn.text}
-    elif not turn.usable:
+    elif turn.attachments and not turn.usable:
         yield {"role": "user", "content": ", ".join(_code(f.path.name) for f in turn.attachments)}
     for file in turn.attachments:
         if file.problem:

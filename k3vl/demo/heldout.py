@@ -1,9 +1,9 @@
 """Held-out questions: pictures and clips as files with a ``labels.jsonl`` beside them.
 
 What is held out: the drawing styles of ``unseen-*`` sheets, eight per cent of the (name, drawing
-set) cells, a tenth of the words, four fonts, and slow movement. A combination of three or four things
-has hardly ever been seen: 837 names make 2e10 sets of four, and training draws some millions.
-``k3vl eval`` asks the questions and scores the answers.
+set) cells, a tenth of the words, four fonts, and slow movement. A combination of three or four
+things has hardly ever been seen: 837 names make 2e10 sets of four, and training draws some
+millions. ``k3vl eval`` asks the questions and scores the answers.
 
 ::
 

@@ -57,16 +57,25 @@ class EncodeAhead:
             rows.append(next(made) if ready is None else ready)
         return rows
 
+    def renew(self, encoder: Encoder) -> None:
+        """Go on with another encoder; what the old one made, or is making, is not handed out."""
+        with self._lock:
+            self._encoder = encoder
+            self._shelf.clear()
+            self._bytes = 0
+
     def prepare(self, item: EncoderItem, salt: str | None) -> None:
         """Make an item's features early, unless the same salt has them on the shelf."""
         with self._lock:
-            held = self._shelf.get(item.digest)
+            held, encoder = self._shelf.get(item.digest), self._encoder
         if held is not None and held[0] == salt:
             return
         begin = time.perf_counter()
-        (rows,) = self._encoder.encode([item])
+        (rows,) = encoder.encode([item])
         self.seconds += time.perf_counter() - begin
         with self._lock:
+            if encoder is not self._encoder:
+                return
             self._drop(item.digest)
             self._shelf[item.digest] = (salt, rows)
             self._bytes += rows.nbytes

@@ -178,6 +178,13 @@ class Arena:
         self._idle_units -= len(entry.units)
         self.give_back(entry.units, entry.kind)
 
+    def drop_idle(self) -> None:
+        """Free every entry that nobody uses; what it held is no longer true of anything."""
+        while self._idle_units:
+            entry = self._cheapest()
+            self.drop(entry)
+            entry.on_evict()
+
     def check_integrity(self) -> None:
         """Free + private + kept is the whole, and every count agrees."""
         free = set(self._free)

@@ -14,8 +14,10 @@ float32 logit), unless ``exact_decode`` gives each its own.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
@@ -23,15 +25,14 @@ from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
 from k3vl.lm.prefix import page_keys
-from k3vl.lm.sampler import Sampler, check_sampling
+from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
 from k3vl.lm.stats import EngineStats, StageTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
+    from collections.abc import Sequence as Ordered
 
     from k3vl.lm.backend import Encoder
     from k3vl.lm.features import Feature
@@ -71,16 +72,32 @@ class EngineConfig:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class Targets:
+    """Tokens whose log-probabilities are asked for.
+
+    Attributes:
+        token_ids: they follow token ``first`` of the sequence.
+        first: the token before the first of them.
+        delivered: how many have been reported; a preemption does not report twice.
+    """
+
+    token_ids: tuple[int, ...]
+    first: int
+    delivered: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A request inside the engine."""
+    """A request inside the engine; one with ``targets`` generates nothing."""
 
     sequence: Sequence
     prompt: Prompt
-    sampler: Sampler
+    sampler: Sampler | Forced
     stop_ids: frozenset[int]
     sink: Callable[[Token | K3VLError], None]
     token_ids: list[int]
     arrived: float
+    targets: Targets | None = None
 
 
 class Engine:
@@ -137,6 +154,7 @@ class Engine:
         length, context = len(prompt.token_ids), self.model.config.max_position_embeddings
         if not length:
             raise RequestError("the prompt has no tokens", param="messages")
+        self.check_tokens(prompt.token_ids)
         if length >= context:
             raise RequestError(
                 f"the prompt has {length} tokens, the model's context is {context}",
@@ -147,6 +165,19 @@ class Engine:
         media = media_items(prompt.spans, sampling.cache_salt)
         self.scheduler.check_fits(Sequence(id=-1, num_prompt=length, max_new=max_new, media=media))
         return max_new
+
+    def check_tokens(self, token_ids: Ordered[int]) -> None:
+        """Refuse what is not in the vocabulary; safe on any thread.
+
+        Raises:
+            RequestError: names the first such id.
+        """
+        vocab = self.model.config.vocab_size
+        for at, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab:
+                raise RequestError(
+                    f"token {at} is {token_id}, the vocabulary has {vocab}", param="token_ids"
+                )
 
     def add(
         self,
@@ -164,9 +195,71 @@ class Engine:
             arrived: when it came, on the clock of ``time.perf_counter``; None is now.
         """
         max_new = self.admissible(prompt, sampling)
-        length, size, salt = len(prompt.token_ids), self.config.page_size, sampling.cache_salt
+        self._queue(
+            Job(
+                sequence=self._sequence(request_id, prompt, max_new, sampling.cache_salt),
+                prompt=prompt,
+                sampler=Sampler(sampling),
+                stop_ids=self.stop_ids | set(sampling.stop_ids),
+                sink=sink,
+                token_ids=list(prompt.token_ids),
+                arrived=time.perf_counter() if arrived is None else arrived,
+            )
+        )
+
+    def add_forced(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        token_ids: Ordered[int],
+        sink: Callable[[Token | K3VLError], None],
+    ) -> None:
+        """Queue a request whose answer is known: decoding reports how likely its tokens are."""
+        self._queue(
+            Job(
+                sequence=self._sequence(request_id, prompt, len(token_ids), None),
+                prompt=prompt,
+                sampler=Forced(token_ids),
+                stop_ids=frozenset(),
+                sink=sink,
+                token_ids=list(prompt.token_ids),
+                arrived=time.perf_counter(),
+            )
+        )
+
+    def add_scored(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        token_ids: Ordered[int],
+        sink: Callable[[Token | K3VLError], None],
+    ) -> None:
+        """Queue an answer that is to be prefilled behind its prompt, and reported as decoded."""
+        first, size = len(prompt.token_ids) - 1, self.config.page_size
+        whole = replace(prompt, token_ids=(*prompt.token_ids, *token_ids[:-1]))
+        sequence = self._sequence(request_id, whole, 0, None)
+        # A page that holds logits we want is computed, whoever may have computed it before.
+        sequence.keys = sequence.keys[: first // size]
+        sequence.wanted |= {first // size} - {0}
+        self._queue(
+            Job(
+                sequence=sequence,
+                prompt=prompt,
+                sampler=Forced(()),
+                stop_ids=frozenset(),
+                sink=sink,
+                token_ids=list(whole.token_ids),
+                arrived=time.perf_counter(),
+                targets=Targets(token_ids=tuple(token_ids), first=first),
+            )
+        )
+
+    def _sequence(
+        self, request_id: int, prompt: Prompt, max_new: int, salt: str | None
+    ) -> Sequence:
+        length, size = len(prompt.token_ids), self.config.page_size
         keys = page_keys(prompt.token_ids, prompt.spans, size, salt) if self.config.reuse else []
-        sequence = Sequence(
+        return Sequence(
             id=request_id,
             num_prompt=length,
             max_new=max_new,
@@ -174,16 +267,23 @@ class Engine:
             wanted=checkpoint_depths(length, prompt.hints, size),
             media=media_items(prompt.spans, salt),
         )
-        self.scheduler.add(sequence)
-        self.jobs[request_id] = Job(
-            sequence=sequence,
-            prompt=prompt,
-            sampler=Sampler(sampling),
-            stop_ids=self.stop_ids | set(sampling.stop_ids),
-            sink=sink,
-            token_ids=list(prompt.token_ids),
-            arrived=time.perf_counter() if arrived is None else arrived,
-        )
+
+    def _queue(self, job: Job) -> None:
+        self.scheduler.add(job.sequence)
+        self.jobs[job.sequence.id] = job
+
+    def update(self, model: K3Model, encoder: Encoder) -> None:
+        """Go on with other weights; there must be no requests.
+
+        Everything that the old weights computed is dropped. The new model must have the old one's
+        configuration, dtype and device: the cache stays.
+        """
+        assert not self.jobs
+        assert model.config == self.model.config
+        assert model.embedding.dtype == self.model.embedding.dtype
+        assert model.embedding.device == self.model.embedding.device
+        self.scheduler.forget()
+        self.model, self.encoder = model, encoder
 
     def cancel(self, request_id: int) -> None:
         """Free a request; unknown or ended ones are ignored."""
@@ -287,16 +387,23 @@ class Engine:
             tokens = min(size, end - begin)
             last = sequence.num_pending == tokens
             # A prompt's last page is nobody else's: whole tiles do.
-            logits = self._forward([self._row(job, tokens, pad_to=-(-tokens // TILE) * TILE)])
+            row = self._row(job, tokens, pad_to=-(-tokens // TILE) * TILE)
+            every_row = job.targets is not None and begin + tokens > job.targets.first
+            logits = self._forward([row], every_row=every_row)
             checkpoint = self.scheduler.advance(sequence, tokens)
             if checkpoint is not None:
                 assert sequence.slot is not None
                 self.cache.copy(sequence.slot, checkpoint)
-            if last:
+            if every_row:
+                self._emit_scores(job, begin, logits[:tokens])
+            elif last:
                 self._emit(job, job.sampler.choose(logits[0]))
 
-    def _forward(self, rows: list[Row]) -> torch.Tensor:
-        return self.model(build_batch(rows, self.cache), self.cache)
+    def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
+        batch = build_batch(rows, self.cache)
+        if every_row:
+            batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)).to(batch.cells))
+        return self.model(batch, self.cache)
 
     def _row(self, job: Job, count: int, *, pad_to: int = 0) -> Row:
         """The part of a pass that belongs to one request."""
@@ -346,6 +453,28 @@ class Engine:
                 logprobs=job.sampler.logprobs,
             )
         )
+
+    def _emit_scores(self, job: Job, begin: int, logits: torch.Tensor) -> None:
+        """Report the targets that follow tokens ``begin ..`` of the sequence."""
+        targets = job.targets
+        assert targets is not None
+        count = len(targets.token_ids)
+        for row, values in enumerate(logits, start=begin - targets.first):
+            if row < targets.delivered:
+                continue
+            token_id = targets.token_ids[row]
+            targets.delivered += 1
+            finish: Literal["length"] | None = "length" if targets.delivered == count else None
+            if finish is not None:
+                self._end(job)
+            job.sink(
+                Token(
+                    id=token_id,
+                    finish=finish,
+                    cached_tokens=job.sequence.num_hit or 0,
+                    logprobs=token_logprob(values, token_id, 0),
+                )
+            )
 
     def _fail(self, job: Job, error: K3VLError) -> None:
         self._end(job)

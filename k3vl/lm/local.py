@@ -10,35 +10,52 @@ import atexit
 import queue
 import threading
 import time
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from k3vl.errors import BackendError, Cancelled
+from k3vl.errors import BackendError, Cancelled, RequestError
+from k3vl.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from k3vl.errors import K3VLError
     from k3vl.lm.ahead import EncodeAhead
-    from k3vl.lm.backend import Token
+    from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.engine import Engine
+    from k3vl.lm.model import K3Model
     from k3vl.lm.stats import EngineStats
-    from k3vl.types import Prompt, SamplingParams
+    from k3vl.types import MediaSpan, Prompt
+
+    Sink: TypeAlias = Callable[[Token | K3VLError], None]
+
+ScoreMethod: TypeAlias = Literal["prefill", "decode"]
+InFlight: TypeAlias = Literal["finish", "cancel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """Weights that wait for the requests before them to end."""
+
+    model: K3Model
+    encoder: Encoder
+    done: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Submitted:
-    """A request on its way into the engine."""
+class _Entry:
+    """A request, or weights, on the way into the engine; ``spans`` are to be encoded first."""
 
     id: int
-    prompt: Prompt
-    sampling: SamplingParams
-    sink: Callable[[Token | K3VLError], None]
-    arrived: float
+    command: Callable[[], None]
+    sink: Sink
+    spans: tuple[MediaSpan, ...] = ()
+    salt: str | None = None
 
 
 class LocalBackend:
@@ -55,17 +72,20 @@ class LocalBackend:
         self._ahead = ahead
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = count()
+        # Both are the engine thread's: weights that wait, and requests that wait for them.
+        self._updates: list[_Update] = []
+        self._held: dict[int, tuple[Callable[[], None], Sink]] = {}
         self._death: BaseException | None = None
         self._closed = threading.Event()
         # Guards the order of "is it alive" and "enqueue", so that no command is left unread; and
         # what follows.
         self._lock = threading.Lock()
-        self._encoding: dict[int, _Submitted] = {}
-        self._to_encode: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._encoding: dict[int, _Entry] = {}
+        self._to_encode: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._updates_behind = 0  # updates that wait for media before them to be encoded
         self._idle_since: float | None = time.perf_counter()
         self._idle_seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="k3vl-engine", daemon=True)
-        self._threads = [self._thread]
+        self._threads = [threading.Thread(target=self._run, name="k3vl-engine", daemon=True)]
         if ahead is not None:
             self._threads.append(
                 threading.Thread(
@@ -81,34 +101,102 @@ class LocalBackend:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        sink: Callable[[Token | K3VLError], None],
+        sink: Sink,
     ) -> int:
         """See :class:`k3vl.lm.backend.Backend`."""
         self._engine.admissible(prompt, sampling)
-        request = _Submitted(next(self._ids), prompt, sampling, sink, time.perf_counter())
+        request_id = next(self._ids)
+        add = partial(
+            self._engine.add, request_id, prompt, sampling, sink, arrived=time.perf_counter()
+        )
+        self._enter(request_id, add, sink, prompt, sampling.cache_salt)
+        return request_id
+
+    def score(
+        self,
+        prompt: Prompt,
+        token_ids: Sequence[int],
+        sink: Sink,
+        *,
+        method: ScoreMethod = "prefill",
+    ) -> int:
+        """Ask how likely an answer is.
+
+        Args:
+            prompt: what the answer follows.
+            token_ids: the answer.
+            sink: as of :meth:`submit`; gets every token of the answer with its log-probability.
+            method: ``prefill`` runs the answer as if it belonged to the prompt, page by page: fast,
+                and to the last bit the same in any company, but not the bits of decoding.
+                ``decode`` runs it token by token: as slow as generating it, and to the last bit
+                what generating reports (with ``exact_decode``; without, while nothing else
+                decodes).
+
+        Returns:
+            The request's number.
+
+        Raises:
+            RequestError: the answer is empty, not of the vocabulary, or longer than the context.
+            CapacityError: it can never fit into the cache.
+            BackendError: the engine is dead.
+        """
+        if not token_ids:
+            raise RequestError("there are no tokens to score", param="token_ids")
+        self._engine.check_tokens(token_ids)
+        room = self._engine.admissible(prompt, SamplingParams(max_tokens=len(token_ids)))
+        if room < len(token_ids):
+            raise RequestError(
+                f"{len(token_ids)} tokens to score, the context has room for {room}",
+                param="token_ids",
+                code="context_length_exceeded",
+            )
+        request_id = next(self._ids)
+        add = self._engine.add_scored if method == "prefill" else self._engine.add_forced
+        self._enter(request_id, partial(add, request_id, prompt, token_ids, sink), sink, prompt)
+        return request_id
+
+    def update(self, model: K3Model, encoder: Encoder, *, in_flight: InFlight = "finish") -> None:
+        """Go on with other weights; returns when they are in use.
+
+        They come between two steps, when no request is left that began with the old ones. A request
+        never sees both. What comes after this call waits for the new weights. Prefixes, checkpoints
+        and media features of the old ones are dropped.
+
+        Args:
+            model: of the same configuration, dtype and device as the running one.
+            encoder: likewise.
+            in_flight: let requests that are in the engine ``finish``, or ``cancel`` them.
+
+        Raises:
+            BackendError: the engine is dead, or dies before it is done.
+            Cancelled: the engine is closed before it is done.
+        """
+        update = _Update(model=model, encoder=encoder)
         with self._lock:
             self._check_alive()
-            if self._idle_since is not None:
-                self._idle_seconds += time.perf_counter() - self._idle_since
-                self._idle_since = None
-            if self._ahead is not None and prompt.spans:
-                self._encoding[request.id] = request
-                self._to_encode.put(request)
+            if in_flight == "cancel":
+                self._drop_encoding(Cancelled("the weights are being updated"))
+            announce = partial(self._announce, update, in_flight)
+            if self._encoding or self._updates_behind:
+                self._updates_behind += 1
+                entry = _Entry(-1 - next(self._ids), announce, partial(_fail_update, update))
+                self._encoding[entry.id] = entry
+                self._to_encode.put(entry)
             else:
-                self._commands.put(partial(self._add, request))
-        return request.id
+                self._commands.put(announce)
+        update.done.result()
 
     def cancel(self, request_id: int) -> None:
         """See :class:`k3vl.lm.backend.Backend`."""
         with self._lock:
             if self._is_over():
                 return  # it has ended already
-            request = self._encoding.pop(request_id, None)
-            if request is None:
-                self._commands.put(partial(self._engine.cancel, request_id))
+            entry = self._encoding.pop(request_id, None)
+            if entry is None:
+                self._commands.put(partial(self._cancel, request_id))
             else:
                 error = Cancelled("the request was cancelled")
-                self._commands.put(partial(request.sink, error))
+                self._commands.put(partial(entry.sink, error))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
@@ -138,6 +226,29 @@ class LocalBackend:
             if threading.current_thread() is not thread:
                 thread.join()
 
+    def _enter(
+        self,
+        request_id: int,
+        start: Callable[[], None],
+        sink: Sink,
+        prompt: Prompt,
+        salt: str | None = None,
+    ) -> None:
+        entry = _Entry(
+            request_id, partial(self._start, request_id, start, sink), sink, prompt.spans, salt
+        )
+        with self._lock:
+            self._check_alive()
+            if self._idle_since is not None:
+                self._idle_seconds += time.perf_counter() - self._idle_since
+                self._idle_since = None
+            # Nothing overtakes weights that came before it.
+            if self._ahead is not None and (prompt.spans or self._updates_behind):
+                self._encoding[request_id] = entry
+                self._to_encode.put(entry)
+            else:
+                self._commands.put(entry.command)
+
     def _is_over(self) -> bool:
         return self._death is not None or self._closed.is_set()
 
@@ -149,42 +260,95 @@ class LocalBackend:
         if self._closed.is_set():
             raise BackendError("the engine is closed")
 
-    # ------------------------------------------------------------------ the encoder's thread
+    def _drop_encoding(self, error: K3VLError) -> None:
+        """End the requests whose media are not encoded yet; updates stay."""
+        for request_id in [number for number in self._encoding if number >= 0]:
+            self._commands.put(partial(self._encoding.pop(request_id).sink, error))
+
+    # ------------------------------------------------------------------ on the encoder's thread
 
     def _encode(self, ahead: EncodeAhead) -> None:
         """Encode the media of requests in their order, then pass them on."""
         self._set_num_threads()
-        features = self._engine.scheduler.features
-        while (request := self._to_encode.get()) is not None:
-            salt = request.sampling.cache_salt
-            for span in request.prompt.spans:
-                if request.id not in self._encoding or self._closed.is_set():
+        while (entry := self._to_encode.get()) is not None:
+            features = self._engine.scheduler.features
+            for span in entry.spans:
+                if entry.id not in self._encoding or self._closed.is_set():
                     break  # it was cancelled
-                if (salt, span.item.digest) not in features:
+                if (entry.salt, span.item.digest) not in features:
                     try:
-                        ahead.prepare(span.item, salt)
+                        ahead.prepare(span.item, entry.salt)
                     except Exception:  # noqa: BLE001 - the engine meets it again, and tells
                         break
             with self._lock:
+                self._updates_behind -= entry.id < 0
                 # At the end those that are still here hear of it from the engine's thread.
-                if not self._is_over() and self._encoding.pop(request.id, None) is not None:
-                    self._commands.put(partial(self._add, request))
+                if not self._is_over() and self._encoding.pop(entry.id, None) is not None:
+                    self._commands.put(entry.command)
 
-    # ------------------------------------------------------------------ the engine's thread
+    def _set_num_threads(self) -> None:
+        if self._engine.config.num_threads is not None:
+            torch.set_num_threads(self._engine.config.num_threads)
 
     def _run(self) -> None:
         try:
             self._set_num_threads()
             while self._obey(wait=not self._engine.jobs):
                 self._engine.step()
+                self._apply_updates()
         except BaseException as exc:  # noqa: BLE001 - whatever it was, callers must hear of it
             self._die(exc)
         else:
             self._fail_all(Cancelled("the engine was closed"))
 
-    def _set_num_threads(self) -> None:
-        if self._engine.config.num_threads is not None:
-            torch.set_num_threads(self._engine.config.num_threads)
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _start(self, request_id: int, start: Callable[[], None], sink: Sink) -> None:
+        """Add a request, or keep it for the weights that are about to come."""
+        if self._updates:
+            self._held[request_id] = (start, sink)
+        else:
+            start()
+
+    def _cancel(self, request_id: int) -> None:
+        if (held := self._held.pop(request_id, None)) is not None:
+            held[1](Cancelled("the request was cancelled"))
+        else:
+            self._engine.cancel(request_id)
+
+    def _announce(self, update: _Update, in_flight: InFlight) -> None:
+        self._updates.append(update)
+        if in_flight == "cancel":
+            self._engine.fail_all(Cancelled("the weights are being updated"))
+
+    def _apply_updates(self) -> None:
+        """Bring in the weights that wait, once the last request before them has ended."""
+        if not self._updates or self._engine.jobs:
+            return
+        while self._updates:  # one leaves the list when it is done: if this dies, _fail_all ends it
+            encoder: Encoder = self._updates[0].encoder
+            if self._ahead is not None:
+                self._ahead.renew(encoder)
+                encoder = self._ahead
+            self._engine.update(self._updates[0].model, encoder)
+            self._updates.pop(0).done.set_result(None)
+        while self._held:
+            start, _ = self._held.pop(next(iter(self._held)))
+            start()
+
+    def _fail_all(self, error: K3VLError) -> None:
+        """End everything that runs or waits."""
+        self._engine.fail_all(error)
+        for _, sink in self._held.values():
+            sink(error)
+        for update in self._updates:
+            update.done.set_exception(error)
+        self._held, self._updates = {}, []
+        with self._lock:
+            left = list(self._encoding.values())
+            self._encoding.clear()
+        for entry in left:
+            entry.sink(error)
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out commands, waiting for the first when idle; False once closed."""
@@ -206,11 +370,6 @@ class LocalBackend:
             if self._idle_since is None and not self._encoding and self._commands.empty():
                 self._idle_since = time.perf_counter()
 
-    def _add(self, request: _Submitted) -> None:
-        self._engine.add(
-            request.id, request.prompt, request.sampling, request.sink, arrived=request.arrived
-        )
-
     def _die(self, exc: BaseException) -> None:
         with self._lock:
             self._death = exc
@@ -222,11 +381,7 @@ class LocalBackend:
                 command()
         self._fail_all(error)
 
-    def _fail_all(self, error: K3VLError) -> None:
-        """End every request, those that are being encoded too."""
-        self._engine.fail_all(error)
-        with self._lock:
-            left = list(self._encoding.values())
-            self._encoding.clear()
-        for request in left:
-            request.sink(error)
+
+def _fail_update(update: _Update, error: Token | K3VLError) -> None:
+    assert isinstance(error, Exception)
+    update.done.set_exception(error)

@@ -14,6 +14,8 @@ from k3vl.errors import RequestError
 from k3vl.types import TokenLogprob
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from k3vl.types import SamplingParams
@@ -63,7 +65,7 @@ class Sampler:
         if mask is not None:
             mask.accept(token_id)
         if self.params.logprobs is not None:
-            self.logprobs = _logprobs(logits, token_id, self.params.logprobs)
+            self.logprobs = token_logprob(logits, token_id, self.params.logprobs)
         return token_id
 
     def _draw(self, logits: torch.Tensor) -> int:
@@ -83,6 +85,22 @@ class Sampler:
         return int(ids[int(torch.searchsorted(mass, draw, right=True))])
 
 
+class Forced:
+    """Chooses what it is told to, and reports how likely it was."""
+
+    def __init__(self, token_ids: Sequence[int], num_top: int = 0) -> None:
+        """The choices, in order."""
+        self.logprobs: TokenLogprob | None = None
+        self._left = iter(token_ids)
+        self._num_top = num_top
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next choice; ``logprobs`` then says what [vocab] float32 logits make of it."""
+        token_id = next(self._left)
+        self.logprobs = token_logprob(logits, token_id, self._num_top)
+        return token_id
+
+
 def _masked(logits: torch.Tensor, bits: np.ndarray) -> torch.Tensor:
     """Logits [vocab] with minus infinity where the bit is 0, or where there is no bit."""
     words = torch.from_numpy(bits).to(logits.device)
@@ -93,8 +111,8 @@ def _masked(logits: torch.Tensor, bits: np.ndarray) -> torch.Tensor:
     return logits.masked_fill(~allowed, float("-inf"))
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    """The chosen token's log-probability and the likeliest ones'."""
+def token_logprob(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    """A token's log-probability and the likeliest ones', from [vocab] logits."""
     values = torch.log_softmax(logits.float(), -1)
     best, ids = values.topk(min(num_top, len(values)))
     top = tuple(zip(ids.tolist(), best.tolist(), strict=True))

@@ -147,6 +147,12 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
 
+    def forget(self) -> None:
+        """Drop all that was left for later requests; there must be none now."""
+        assert not self.running
+        assert not self.waiting
+        self.arena.drop_idle()
+
     # ------------------------------------------------------------------ a step
 
     def plan(self) -> Step:

@@ -6,6 +6,7 @@ and separate tensors in the checkpoint; a target is then a view of its rows.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from k3vl.lm.layers import GatedMLP, RMSNorm
 from k3vl.lm.mla import LowRankQuery
 from k3vl.lm.model import K3Model, Layer
 from k3vl.lm.moe import LatentMoE
+from k3vl.lm.table import expected_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +58,27 @@ def load_model(
     for product in products:
         product.finish()
     return model
+
+
+def stored_tensors(model: K3Model) -> dict[str, torch.Tensor]:
+    """The way back: checkpoint name -> tensor, such that :func:`load_model` gives the same model.
+
+    Tensors are views of the model's own where they can be. Of a mixture only the product of norm
+    and projection is known; it is written as the norm, with a projection of ones.
+    """
+    specs = expected_tensors(model.config, quantized_experts=False)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, target in _targets(model):
+        shape = specs[PREFIX + name].shape
+        stored = target.detach()
+        if name.endswith(".A_log") and stored.numel() < math.prod(shape):
+            stored = torch.cat([stored, stored.new_zeros(math.prod(shape) - stored.numel())])
+        tensors[PREFIX + name] = stored.reshape(shape)
+    for read, path in _reads(model):
+        if read.query is not None:
+            tensors[f"{PREFIX}{path}_norm.weight"] = read.query.detach()
+            tensors[f"{PREFIX}{path}_proj.weight"] = torch.ones_like(read.query).unsqueeze(0)
+    return tensors
 
 
 class _ResidualQuery:

@@ -37,7 +37,7 @@ class TokenizerJson:
         self._plain = plain
         self._special = SpecialTokens(special, origin)
         self._bytes: dict[int, bytes] = {}
-        letters = _byte_letters()
+        letters = byte_letters()
         for token, token_id in plain.get_vocab(with_added_tokens=False).items():
             if token_id in self._special.names:
                 continue
@@ -130,7 +130,7 @@ def _is_byte_level(pre_tokenizer: Any) -> bool:
     return pre_tokenizer.get("type") == "ByteLevel"
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """The letter that stands for each byte: itself where it prints, else one from U+0100 on."""
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from k3vl.errors import K3VLError
     from k3vl.types import Prompt, SamplingParams
 
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 DIRECTORY = GOLDEN / "sglang_tiny"
 TOKENIZER = load_tokenizer(DIRECTORY)
 END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"

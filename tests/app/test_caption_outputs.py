@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +165,36 @@ def test_progress_for_machines(folder: Path) -> None:
     assert (last["event"], last["done"], last["total"]) == ("finished", 5, 5)
     assert (last["captioned"], last["failed"], last["eta_seconds"]) == (4, 1, 0.0)
     assert last["rate"] > 0
+
+
+def test_progress_for_people(folder: Path, tmp_path: Path) -> None:
+    """On a terminal: how many, how fast, how long, how many failed; nothing of it with --quiet."""
+
+    def seen(*flags: str) -> str:
+        master, terminal = pty.openpty()
+        command = [sys.executable, "-m", "tests.app.caption_driver", "caption", folder]
+        with subprocess.Popen(
+            [*command, "--output", tmp_path / f"{len(flags)}.jsonl", *flags],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=terminal,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        ) as process:
+            os.close(terminal)
+            shown = b""
+            with contextlib.suppress(OSError):  # Linux: the terminal is gone with its last writer
+                while data := os.read(master, 65536):
+                    shown += data
+            os.close(master)
+            assert process.wait(60) == 2
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+
+    shown = seen()
+    assert "captioning" in shown
+    assert re.search(r"5/5 \d+\.\d/s \d:\d\d:\d\d 1 failed", shown), shown[-500:]
+    quiet = seen("--quiet")
+    assert "captioning" not in quiet
+    assert "zero.png: error" in quiet
 
 
 def test_ten_thousand_pictures_in_bounded_memory(tmp_path: Path) -> None:

@@ -21,7 +21,17 @@ from k3vl.app.captioning import remote
 from k3vl.config import K3_MEDIA
 from k3vl.types import MediaPart, ProcessedMedia
 from k3vl.vision.processor import MediaProcessor, model_view
-from tests.app.captioning_kit import film, picture, pictures, rows, run
+from tests.app.captioning_kit import (
+    EchoBackend,
+    echo_pipeline,
+    film,
+    picture,
+    pictures,
+    rows,
+    run,
+    use_echo,
+)
+from tests.app.serving import in_thread
 
 
 class Endpoint(http.server.ThreadingHTTPServer):
@@ -236,6 +246,34 @@ def test_a_wrong_endpoint_is_found_first(endpoint: Endpoint, tmp_path: Path) -> 
     assert "no answer" in closed.stderr
     assert run(tmp_path, "--base-url", "ftp://x").exit_code == 1
     assert endpoint.bodies == []
+
+
+def test_our_own_server_captions_as_the_embedded_engine(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "in"
+    pictures(folder, 8)
+    first, *rest = [Image.new("RGB", (40, 30), (80 * n, 0, 99)) for n in range(3)]
+    first.save(folder / "doc.tif", save_all=True, append_images=rest)
+    flags = (folder, "--json", "--pages=all")
+    served = echo_pipeline(EchoBackend())
+    with in_thread(served) as (url, _):
+        endpoint = ("--base-url", f"{url}/v1", "--model", "demo")
+        far = run(*flags, "--sidecar=txt", "--journal", tmp_path / "far", *endpoint)
+        path = film(tmp_path / "film.mp4")
+        clips = run(path, "--json", "--clip-seconds=2", *endpoint)
+    use_echo(monkeypatch)
+    near = run(*flags, "--output", tmp_path / "near.jsonl")
+    found = [[json.loads(line) for line in each.stdout.splitlines()] for each in (near, far)]
+    assert len(found[0]) == 11
+    for name in ("id", "caption", "digest", "width", "height", "finish"):
+        assert [row[name] for row in found[0]] == [row[name] for row in found[1]]
+    tokens = [
+        [row["usage"][n] for n in ("prompt_tokens", "image_tokens", "completion_tokens")]
+        for row in (*found[0], *found[1])
+    ]
+    assert tokens[:11] == tokens[11:]
+    pieces = [json.loads(line) for line in clips.stdout.splitlines()]
+    assert len({row["caption"] for row in pieces}) == 3
+    assert all(row["usage"]["video_tokens"] > 0 for row in pieces)
 
 
 # ------------------------------------------------------------------ clips

@@ -10,6 +10,7 @@ import pytest
 
 from k3vl.app.captioning import report
 from tests.app.captioning_kit import EchoBackend, picture, pictures, run, use_echo
+from tests.app.chat_fakes import CHROMIUM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +62,33 @@ def test_a_sheet_shows_pictures_captions_and_failures(tmp_path: Path) -> None:
     assert "bad&.png" in page.text
     assert "image_empty" in page.text
     assert not re.search(r"(?:src|href)=['\"](?!data:)", text), "nothing from outside"
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_browser_shows_the_sheet(width: int, scheme: str, tmp_path: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    pictures(tmp_path / "in", 3)
+    picture(tmp_path / "in" / "tall.png", 9, size=(20, 400))
+    (tmp_path / "in" / "bad.png").write_bytes(b"")
+    sheet = tmp_path / "sheet.html"
+    run(tmp_path / "in", "--report", sheet)
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto(sheet.as_uri())
+        pictures_shown = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
+        assert page.evaluate(pictures_shown) == [True] * 4
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        sync_api.expect(page.locator("body")).to_contain_text("bad.png")
+        said = [line for line in said if not line.startswith(("file:", "data:"))]
+        assert said == [], "no complaint, and nothing from outside"
+        browser.close()
 
 
 def test_a_long_run_is_sampled_evenly(tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
@@ -82,6 +83,26 @@ def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     assert sorted(texts) == sorted(captions.values())
     assert outputs[2].read_text().count("\n") == count + 2
     assert not [name for name in os.listdir(folder) if "partial" in name]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder, output = tmp_path / "in", tmp_path / "out.csv"
+    pictures(folder, 60)
+    args = [folder, "--quiet", "--output", output, "--concurrency=2"]
+    with start(*args) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert (process.returncode, error) == (130, b"interrupted\n")
+    first = output.read_text().count("\n") - 1
+    assert 0 < first < 60, "the table holds what was done"
+    with start(*args) as process:
+        captions, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert captions.count(b"\n") == 60 - first, "the rest, and nothing twice"
+    with output.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert len({row["caption"] for row in found}) == len(found) == 60
 
 
 def test_a_journal_cut_at_every_byte_is_read_up_to_there(tmp_path: Path) -> None:

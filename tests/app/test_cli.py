@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -77,6 +78,15 @@ def test_help_and_version() -> None:
     assert __version__ in run("--version").output
     for command in ((), ("caption",), ("inspect",), ("inspect", "media")):
         assert "Usage: " in run(*command, "--help").output
+
+
+def test_help_comes_at_once() -> None:
+    """CPU seconds, so that a busy machine does not matter; twice, for the files to be cached."""
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([SCRIPT, "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
 
 
 def test_render_and_parse_records() -> None:

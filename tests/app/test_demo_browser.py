@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, END, THOUGHT, TOOLS
+from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, CHROMIUM, END, THOUGHT, TOOLS
 from tests.app.chat_server import Site, serve
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")
 

@@ -208,6 +208,18 @@ def test_results_of_calls_are_given_one_by_one_and_the_answer_goes_on(picture: P
     assert session.awaited == ()
 
 
+def test_results_that_were_given_go_with_their_turn() -> None:
+    settings = ChatSettings(options=ChatOptions(thinking=False), tools=json.loads(TOOLS))
+    session = Session(scripted(TWO_CALLS))
+    run(session, session.send("What?", [], settings))
+    for text in ("one", "two", "three"):
+        run(session, session.give(text, settings))
+    assert [len(turn.results) for turn in session.turns] == [0, 2]
+    assert len(session.awaited) == 1
+    session.undo(1)
+    assert len(session.awaited) == 2
+
+
 def test_no_result_is_awaited_of_an_answer_that_failed() -> None:
     pipeline = scripted(TWO_CALLS, delay=0.01)
     session = Session(pipeline)

@@ -153,7 +153,7 @@ def test_eps_is_a_parameter():
 
 def test_bfloat16_tower_is_close_to_float32():
     exact, _ = tiny_models()
-    tower, _ = tiny_models(torch.bfloat16)
+    tower, _ = tiny_models(dtype=torch.bfloat16)
     patches = pixels((1, 4, 4), (2, 2, 2))
     out = tower(patches, [(1, 4, 4), (2, 2, 2)])
     assert out.dtype == torch.bfloat16

@@ -22,10 +22,12 @@ TINY = VisionConfig(
 )
 
 
-def tiny_models(dtype: torch.dtype = torch.float32) -> tuple[VisionTower, PatchMerger]:
+def tiny_models(
+    config: VisionConfig = TINY, dtype: torch.dtype = torch.float32
+) -> tuple[VisionTower, PatchMerger]:
     generator = torch.Generator().manual_seed(11)
-    tower = VisionTower(TINY, K3_MEDIA, dtype=dtype)
-    projector = PatchMerger(TINY, dtype=dtype)
+    tower = VisionTower(config, K3_MEDIA, dtype=dtype)
+    projector = PatchMerger(config, dtype=dtype)
     for parameter in [*tower.parameters(), *projector.parameters()]:
         values = torch.randn(parameter.shape, generator=generator)
         spread = parameter[0].numel() ** -0.5 if parameter.ndim in (2, 4) else 0.3
