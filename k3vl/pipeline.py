@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import queue
 import time
 from collections import deque
@@ -29,10 +28,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
-from k3vl.generation import Answer, Generation, Inbox
+from k3vl.generation import Answer, Generation, Inbox, confidence_of
 from k3vl.types import (
     ChatOptions,
-    Content,
     Finish,
     MediaPart,
     MediaSpan,
@@ -477,14 +475,6 @@ class Pipeline:
             raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:
             self.backend.cancel(request_id)
-
-
-def confidence_of(events: Iterable[Event]) -> float | None:
-    """Geometric mean of the probabilities of the content's tokens; None where none are told."""
-    logprobs = [
-        token.logprob for event in events if isinstance(event, Content) for token in event.logprobs
-    ]
-    return math.exp(sum(logprobs) / len(logprobs)) if logprobs else None
 
 
 def _num_uncounted(request: Request) -> int:
