@@ -274,7 +274,11 @@ def _engine(options: CaptionOptions) -> Engine:
     model, limits, policy = options.model, _limits(options), _policy(options)
     if model.base_url is None:
         pipeline = Pipeline.load(model.model, device=model.device, limits=limits, policy=policy)
-        local = LocalEngine(pipeline, parallel=model.concurrency or LOCAL_PARALLEL)
+        local = LocalEngine(
+            pipeline,
+            parallel=model.concurrency or LOCAL_PARALLEL,
+            min_confidence=model.min_confidence,
+        )
         try:
             if options.prompts.schema is not None:
                 local.check(options.prompts.schema)
@@ -329,6 +333,8 @@ def _check(options: CaptionOptions, listing: Listing) -> None:
     if len(set(outputs.files)) < len(outputs.files):
         raise ConfigError("--output: the same file is given twice")
     Pages.parse(inputs.pages)
+    if options.model.base_url is not None and options.model.min_confidence:
+        raise ConfigError("--min-confidence: an endpoint's confidence is not known")
     prompts = options.prompts
     if prompts.schema is not None and (prompts.prefix or prompts.suffix or prompts.trigger):
         raise ConfigError("--json-schema: with a prefix, suffix or trigger it would not be JSON")

@@ -65,6 +65,11 @@ _PROMPT = (
         "--top-p", default=1.0, show_default=True, type=click.FloatRange(0.0, 1.0, min_open=True)
     ),
     click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0)),
+    click.option(
+        "--min-confidence",
+        type=click.FloatRange(0.0, 1.0),
+        help='Below it a caption is "I am not sure."; default: the checkpoint\'s own, 0 is off.',
+    ),
     click.option("--stop", multiple=True, help="Text that ends a caption; not part of it."),
     click.option(
         "--json-schema", type=_FILE, help="Captions are JSON that fits the schema in this file."
@@ -198,6 +203,7 @@ def options_of(values: dict[str, Any]) -> CaptionOptions:
             api_key=values["api_key"],
             concurrency=values["concurrency"],
             retries=values["retries"],
+            min_confidence=values["min_confidence"],
         ),
     )
 

@@ -220,6 +220,50 @@ def serve(**options: Any) -> None:
     launch(ServeOptions(**options))
 
 
+@cli.command("eval")
+@click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False))
+@click.option("--quick", is_flag=True, help="The questions of the package; so without FOLDER too.")
+@click.option(
+    "--atlas",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Compose the whole held-out table from these drawings; see docs/demo.",
+)
+@_count("--items", 200, "Questions of a split, with --atlas.")
+@click.option(
+    "--blanks",
+    type=click.IntRange(min=0),
+    help="Questions of a split that are asked about a grey picture too. Default: 100; 4 of ours.",
+)
+@click.option("--only", default="", help="Splits whose name begins so.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Figures, as JSON.")
+@click.option(
+    "--answers", type=click.Path(path_type=Path, dir_okay=False), help="Each answer, as JSON Lines."
+)
+@model_option
+@device_option
+@base_url_option
+@api_key_option
+@_count("--in-flight", 16, "Questions in the works at once.")
+def evaluate(quick: bool, **values: Any) -> None:
+    """Measure right answers: files on disk through processor, model and parser.
+
+    FOLDER holds labels.jsonl, one question a line: {"file", "prompt", "answer"} and, where wanted,
+    "files", "answers", "metric" (exact, balanced, loose, contains, f1, cer, json, tool_call),
+    "split", "options", "tools", "baselines". Without FOLDER the held-out questions of the demo
+    model are asked.
+    """
+    from k3vl.app.eval import EvalOptions
+    from k3vl.app.eval import evaluate as run
+
+    if sum((quick, values["folder"] is not None, values["atlas"] is not None)) > 1:
+        raise click.UsageError("FOLDER, --quick and --atlas exclude each other")
+    if values["blanks"] is None:
+        own = values["folder"] is not None or values["atlas"] is not None
+        values["blanks"] = 100 if own else 4
+    if run(EvalOptions(**values)):
+        sys.exit(EXIT_ITEM_ERRORS)
+
+
 @cli.group()
 def inspect() -> None:
     """Look inside: the chat format, the media rules, a checkpoint. JSON Lines in and out."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -200,6 +201,14 @@ class Generation:
                 event = replace(event, text=text)
             events.append(event)
         return events
+
+
+def confidence_of(events: Iterable[Event]) -> float | None:
+    """Geometric mean of the probabilities of the content's tokens; None where none are told."""
+    logprobs = [
+        token.logprob for event in events if isinstance(event, Content) for token in event.logprobs
+    ]
+    return math.exp(sum(logprobs) / len(logprobs)) if logprobs else None
 
 
 class Inbox:

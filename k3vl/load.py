@@ -142,6 +142,7 @@ class Parts:
     defaults: ChatOptions
     name: str
     context_length: int
+    min_confidence: float | None
 
 
 def open_checkpoint(
@@ -201,6 +202,7 @@ def open_checkpoint(
         defaults=defaults,
         name=str(checkpoint),
         context_length=config.text.max_position_embeddings,
+        min_confidence=load_min_confidence(directory),
     )
 
 
@@ -264,6 +266,23 @@ def load_sampling_defaults(directory: Path) -> SamplingParams:
     if not sample:
         return SamplingParams()
     return SamplingParams(temperature=float(temperature), top_p=float(top_p))
+
+
+def load_min_confidence(directory: Path) -> float | None:
+    """Confidence below which a checkpoint's answers are better not trusted, where it says so.
+
+    ``min_confidence`` of ``generation_config.json``: a number from 0 to 1 that was measured on
+    questions with known answers; see :attr:`k3vl.pipeline.Reply.confidence`.
+
+    Raises:
+        ConfigError: the file is not what it should be.
+    """
+    value = _generation_config(directory).get("min_confidence")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{directory}: min_confidence must be a number from 0 to 1")
+    return float(value)
 
 
 def _generation_config(directory: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
-from k3vl.generation import Answer, Generation, Inbox
+from k3vl.generation import Answer, Generation, Inbox, confidence_of
 from k3vl.lm.backend import HoldsFeatures, ReportsStats
 from k3vl.prompt import PromptWriter
 from k3vl.types import (
@@ -102,6 +102,8 @@ class Reply:
         usage: token counts.
         media: upright size and groups of every media part of the request.
         warnings: what was repaired or ignored in them.
+        confidence: geometric mean of the probabilities of the content's tokens, where the request
+            asked for log-probabilities; None without them, or without content.
     """
 
     content: str
@@ -111,6 +113,7 @@ class Reply:
     usage: Usage
     media: tuple[MediaLayout, ...] = ()
     warnings: tuple[str, ...] = ()
+    confidence: float | None = None
 
 
 class Pipeline:
@@ -137,6 +140,7 @@ class Pipeline:
         name: str,
         context_length: int | None = None,
         weights: WeightLoader | None = None,
+        min_confidence: float | None = None,
     ) -> None:
         """Join the three worlds.
 
@@ -149,6 +153,7 @@ class Pipeline:
             name: how the model is called in results.
             context_length: tokens of prompt and answer together, where the backend has a limit.
             weights: reads other weights for an embedded engine.
+            min_confidence: below this the checkpoint's answers are better not trusted.
         """
         self.processor = processor
         self.tokenizer = tokenizer
@@ -157,6 +162,7 @@ class Pipeline:
         self.defaults = defaults
         self.name = name
         self.context_length = context_length
+        self.min_confidence = min_confidence
         self.constraints = ConstraintCompiler(tokenizer)
         self._weights = weights
 
@@ -184,6 +190,7 @@ class Pipeline:
             name=parts.name,
             context_length=parts.context_length,
             weights=parts.weights,
+            min_confidence=parts.min_confidence,
         )
 
     def __enter__(self) -> Self:
@@ -373,6 +380,7 @@ class Pipeline:
             usage=last.usage,
             media=tuple(media.layout for media in prepared.media),
             warnings=prepared.warnings,
+            confidence=confidence_of(events),
         )
 
     def replies(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from k3vl.types import ChatOptions
     from k3vl.vision.processor import MediaProcessor
 
+UNSURE = "I am not sure."
 LOCAL_PARALLEL = 32
 """As many requests as the embedded engine runs at once."""
 
@@ -49,22 +50,40 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """The embedded engine; requests of many threads are batched by it."""
+    """The embedded engine; requests of many threads are batched by it.
 
-    def __init__(self, pipeline: Pipeline, *, parallel: int = LOCAL_PARALLEL) -> None:
+    Args:
+        pipeline: with the model.
+        parallel: requests at once.
+        min_confidence: a caption of less is :data:`UNSURE`; None takes the checkpoint's own, 0
+            takes every caption.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        parallel: int = LOCAL_PARALLEL,
+        min_confidence: float | None = None,
+    ) -> None:
         self.name = pipeline.name
         self.revision = checkpoint_revision(pipeline.name)
         self.processor = pipeline.processor
         self.parallel = parallel
         self._pipeline = pipeline
+        own = pipeline.min_confidence if min_confidence is None else min_confidence
+        self._min_confidence = own or 0.0
 
     def answer(self, loaded: Loaded, ask: Ask, seconds: float | None) -> Answer:
         """See :class:`Engine`."""
         start = time.monotonic()
         part = MediaPart(loaded.media.layout.kind, loaded.fetched.data)
         message = Message(role="user", parts=(part, TextPart(ask.text)))
+        # What must fit a schema cannot say that it is not sure.
+        least = self._min_confidence if ask.schema is None else 0.0
+        sampling = replace(ask.sampling, logprobs=0) if least else ask.sampling
         request = self._pipeline.request(
-            [message], options=self._options(ask.schema), sampling=ask.sampling
+            [message], options=self._options(ask.schema), sampling=sampling
         )
         prepared = self._pipeline.assemble(request, [loaded.media])
         try:
@@ -73,12 +92,15 @@ class LocalEngine:
             if seconds is not None and time.monotonic() - start >= seconds:
                 raise ItemTimeoutError(str(exc)) from exc
             raise
+        unsure = reply.confidence is not None and reply.confidence < least
         return Answer(
-            text=reply.content,
+            text=UNSURE if unsure else reply.content,
             reasoning=reply.reasoning,
             finish=reply.finish,
             usage=reply.usage,
             latency=time.monotonic() - start,
+            confidence=reply.confidence,
+            guess=reply.content if unsure else None,
         )
 
     def check(self, schema: Schema) -> None:

@@ -89,6 +89,7 @@ class ModelOptions:
         api_key: for the endpoint.
         concurrency: requests at once; None is 32 for the engine, 8 for an endpoint.
         retries: further attempts after a transient failure of the endpoint.
+        min_confidence: captions of less say that the model is not sure; None is the checkpoint's.
     """
 
     model: str = "demo"
@@ -97,6 +98,7 @@ class ModelOptions:
     api_key: str | None = None
     concurrency: int | None = None
     retries: int = 6
+    min_confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,5 +129,6 @@ class CaptionOptions:
             "pages": self.inputs.pages,
             **({} if prompts.schema is None else {"json_schema": prompts.schema.content}),
             "clip_seconds": self.inputs.clip_seconds,
+            "min_confidence": self.model.min_confidence,
             "retry_failed": self.run.retry_failed,
         }

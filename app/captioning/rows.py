@@ -31,6 +31,8 @@ COLUMNS: dict[str, str] = {
     "caption": "text",
     "data": "text",
     "reasoning": "text",
+    "confidence": "float",
+    "guess": "text",
     "finish": "text",
     **{f"usage_{name}": "int" for name in asdict(Usage())},
     "latency": "float",
@@ -78,6 +80,8 @@ class Answer:
         usage: token counts.
         latency: seconds in the engine.
         revision: of the model, where the engine tells it with each answer.
+        confidence: geometric mean of the probabilities of the caption's tokens, where known.
+        guess: what the model would have said, where ``text`` says that it is not sure.
     """
 
     text: str
@@ -86,6 +90,8 @@ class Answer:
     usage: Usage
     latency: float
     revision: str | None = None
+    confidence: float | None = None
+    guess: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,10 @@ def caption_row(
     }
     if ask.schema is not None:
         row["data"] = data
+    if answer.confidence is not None:
+        row["confidence"] = round(answer.confidence, 4)
+    if answer.guess is not None:
+        row["guess"] = answer.guess
     if origin.with_reasoning:
         row["reasoning"] = answer.reasoning
     return row

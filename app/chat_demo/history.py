@@ -5,7 +5,9 @@ Nothing here knows Gradio or runs a model. Time comes in as seconds of one monot
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from k3vl.types import (
@@ -76,6 +78,8 @@ class Answer:
         finish, usage: as the last event had them.
         stopped: the visitor ended it.
         error: why it failed, in words.
+        logprobs: of the content's tokens, where they were asked for.
+        unsure_below: a confidence that the checkpoint would rather not be trusted below.
     """
 
     started: float
@@ -91,6 +95,13 @@ class Answer:
     usage: Usage | None = None
     stopped: bool = False
     error: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    unsure_below: float = 0.0
+
+    @property
+    def confidence(self) -> float | None:
+        """Geometric mean of the probabilities of the content's tokens."""
+        return math.exp(fmean(self.logprobs)) if self.logprobs else None
 
     def feed(self, event: Event, now: float) -> None:
         """Take the next event of the stream."""
@@ -112,6 +123,7 @@ class Answer:
             if event.replaces_reasoning:
                 self.reasoning, self.thinking_at, self.thought_at = "", None, None
             self.content += event.text
+            self.logprobs += [token.logprob for token in event.logprobs]
         elif isinstance(event, ToolCallBegin):
             self.calls.append(CallDraft(event.name))
         elif isinstance(event, ToolCallArguments):

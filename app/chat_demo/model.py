@@ -21,11 +21,13 @@ class ChatModel(Protocol):
         name: how it is called.
         defaults: chat options that the settings begin with.
         processor: shows what the model sees, and finds files that cannot be used.
+        min_confidence: answers of less are marked; None marks none.
     """
 
     name: str
     defaults: ChatOptions
     processor: MediaProcessor
+    min_confidence: float | None
 
     def stream(
         self,

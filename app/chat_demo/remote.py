@@ -69,6 +69,7 @@ class RemoteChat:
         self.name = model
         self.defaults = ChatOptions()
         self.processor = processor
+        self.min_confidence: float | None = None
         self._http = need_http_client()
         self._where = (base_url, api_key)
         self._seconds = seconds

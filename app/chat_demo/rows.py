@@ -72,6 +72,8 @@ def _answer_rows(answer: Answer) -> Iterator[dict[str, Any]]:
         yield _note(_FINISH_NOTES[answer.finish], "quiet")
     elif answer.finish and not (answer.content.strip() or answer.calls):
         yield _note("The model gave an empty answer.", "quiet")
+    elif answer.finish and (sure := answer.confidence) is not None and sure < answer.unsure_below:
+        yield _note(f"The model is not sure: its confidence is {sure:.0%}.", "quiet")
 
 
 def _thinking(answer: Answer) -> dict[str, Any]:

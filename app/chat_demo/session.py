@@ -220,11 +220,15 @@ class Session:
     async def _stream(self, settings: ChatSettings, answer: Answer) -> None:
         remembered = remember(self.turns)
         self._count_cached(set(remembered.owners))
+        sampling = settings.sampling
+        if self._model.min_confidence:
+            sampling = replace(sampling, logprobs=0)
+            answer.unsure_below = self._model.min_confidence
         events = self._model.stream(
             remembered.messages,
             tools=settings.tools,
             options=settings.options,
-            sampling=settings.sampling,
+            sampling=sampling,
         )
         async for event in events:
             answer.feed(event, time.perf_counter())

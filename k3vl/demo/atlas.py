@@ -1,8 +1,9 @@
 """The drawings: names, sprite sheets, drawing styles, and which of them are held out.
 
 An atlas is a folder with ``concepts.json`` (names and groups), sprite lists ``train.json`` and
-``unseen-*.json`` (sheet, row, column, code point, drawing set) and the sheets themselves: WebP
-pictures of 96-pixel cells. It is not part of the package. Nothing here draws.
+``unseen-*.json``, perhaps ``more-*.json`` (sheet, row, column, code point, drawing set) and the
+sheets themselves: WebP pictures of 96-pixel cells. It is not part of the package. Nothing here
+draws.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from PIL import Image
 from k3vl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -59,11 +61,18 @@ SHAPES = (
     "rectangle",
 )
 
-TRAIN, HELD = "train", "held"
-"""Styles: drawings that are trained on, and unseen (name, drawing set) cells of the same sets."""
+TRAIN, HELD, MORE = "train", "held", "more"
+"""Styles: drawings that are trained on, unseen (name, drawing set) cells of the same sets, and
+further drawings for training only (line icons), which no figure is measured on."""
 
-ONE_COLOUR_SET = "fluent-hc"
-"""Drawn in one colour, to be tinted."""
+INK_SUFFIX = "-ink"
+"""Ends the set names of drawings that are black ink and nothing else."""
+
+
+def is_one_colour(drawing_set: str) -> bool:
+    """Whether a set is drawn in one colour, to be tinted."""
+    return drawing_set == "fluent-hc" or drawing_set.endswith(INK_SUFFIX)
+
 
 # One artist's drawings: a cell held out in one of them is held out in all.
 _FAMILY = {"fluent-emoji-flat": "fluent", "fluent-3d": "fluent", "fluent-hc": "fluent"}
@@ -125,8 +134,13 @@ class Atlas:
     @property
     def styles(self) -> tuple[str, ...]:
         """``train``, ``held`` and the unseen sets found in the folder."""
-        unseen = sorted({sprite.style for sprite in self.sprites} - {TRAIN})
+        unseen = sorted({sprite.style for sprite in self.sprites} - {TRAIN, MORE})
         return (TRAIN, HELD, *unseen)
+
+    @property
+    def all_styles(self) -> frozenset[str]:
+        """Styles of the folder's lists, those for training only among them."""
+        return frozenset(sprite.style for sprite in self.sprites)
 
     def by_name(self, style: str) -> dict[int, list[int]]:
         """Name index -> sprite indices of one style.
@@ -142,6 +156,15 @@ class Atlas:
         if not found:
             raise ConfigError(f"{self.folder}: no drawings of style {style!r}")
         return dict(found)
+
+    def only(self, drawing_sets: Collection[str]) -> Atlas:
+        """The same names with the drawings of these sets alone."""
+        kept = [i for i, s in enumerate(self.sprites) if s.drawing_set in drawing_sets]
+        return replace(
+            self,
+            sprites=tuple(self.sprites[i] for i in kept),
+            held=frozenset(new for new, old in enumerate(kept) if old in self.held),
+        )
 
     def pixels(self) -> NDArray[np.uint8]:
         """[sprites, 96, 96, 4] RGBA of every sprite, in order."""
@@ -180,6 +203,10 @@ def load_atlas(folder: Path) -> Atlas:
         lists += [
             (path.stem.removeprefix("unseen-"), json.loads(path.read_text("utf-8")))
             for path in sorted(folder.glob("unseen-*.json"))
+        ]
+        lists += [
+            (MORE, json.loads(path.read_text("utf-8")))
+            for path in sorted(folder.glob("more-*.json"))
         ]
         code_points = sorted({row["hex"] for row in lists[0][1]})
         index = {point: i for i, point in enumerate(code_points)}

@@ -15,12 +15,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3vl.demo.atlas import TRAIN, Atlas
-from k3vl.demo.chat import EFFORTS, MEDIA_PAD, ROW_PAD, Chat, Media, Row, Style
-from k3vl.demo.scene import MAX_ITEMS, Scene, SceneMaker, SceneOptions
-from k3vl.demo.tasks import Questioner, Turn, pair_turns
+from k3vl.demo.charts import draw_chart, random_chart
+from k3vl.demo.chat import MEDIA_PAD, ROW_PAD, Chat, Media, Row, Style
+from k3vl.demo.clips import group_times
+from k3vl.demo.edits import difference_turns, edited, several_turns
+from k3vl.demo.scene import CHESSBOARD, MAX_ITEMS, Ground, Item, Scene, SceneMaker, SceneOptions
+from k3vl.demo.tasks import Questioner, caption
+from k3vl.demo.tool_tasks import tool_rows
+from k3vl.xtml.wording import THINKING_EFFORTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
+
+    from k3vl.demo.turns import Turn
 
 TOKENS = 98_304
 """Language tokens of one step."""
@@ -28,11 +37,12 @@ TOKENS = 98_304
 CELL_PIXELS = 28
 """A visual token covers 28 by 28 pixels."""
 
-SAMPLE_FPS = 2.0
-"""Frames a second that the shipped media configuration looks at."""
-
 _TRANSPARENT = 0.06
+# Shares of stills without a drawing, and of those made to show a number.
+_EMPTY, _NUMBER = 0.03, 0.14
+_DIFFERENCES = 0.75  # of pairs; the others are unrelated pictures
 _SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You describe pictures.")
+_PAPER = Ground(kind=0, first=CHESSBOARD[0], second=CHESSBOARD[1], angle=0.0)
 # Frame rates that files have; the last is NTSC.
 _FILE_RATES = (1.0, 2.0, 4.0, 5.0, 8.0, 10.0, 12.0, 15.0, 24.0, 25.0, 30.0, 30000 / 1001)
 
@@ -47,7 +57,9 @@ class Bucket:
         share: how often it is drawn.
         groups: frames of every group of a clip; () for pictures.
         pictures: pictures of one message.
-        thinking: with the think channel.
+        thinking: share of conversations with the think channel.
+        charts: pictures are bar charts.
+        tools: conversations declare tools.
         early: used from the start, before the full mix.
     """
 
@@ -58,7 +70,9 @@ class Bucket:
     share: int
     groups: tuple[int, ...] = ()
     pictures: int = 1
-    thinking: bool = False
+    thinking: float = 0.0
+    charts: bool = False
+    tools: bool = False
     early: bool = False
 
     @property
@@ -77,29 +91,35 @@ class Bucket:
         return self.groups or (1,) * self.pictures
 
 
+_SOME = 0.3  # of conversations think where rows have room
 BUCKETS = (
-    Bucket(name="img224", height=224, width=224, row=192, share=26),
-    Bucket(name="think224", height=224, width=224, row=256, share=11, thinking=True),
-    Bucket(name="land", height=168, width=224, row=192, share=7),
-    Bucket(name="port", height=224, width=168, row=192, share=7),
-    Bucket(name="wide", height=112, width=336, row=192, share=3),
+    Bucket(name="img224", height=224, width=224, row=192, share=25),
+    Bucket(name="think224", height=224, width=224, row=256, share=8, thinking=1.0),
+    Bucket(name="tool168", height=168, width=168, row=512, share=7, thinking=_SOME, tools=True),
+    Bucket(name="land", height=168, width=224, row=192, share=6),
+    Bucket(name="port", height=224, width=168, row=192, share=5),
+    Bucket(name="wide", height=112, width=336, row=192, share=2),
     Bucket(name="tall", height=336, width=112, row=192, share=2),
-    Bucket(name="big", height=336, width=448, row=384, share=4),
-    Bucket(name="img448", height=448, width=448, row=384, share=4),
+    Bucket(name="big", height=336, width=448, row=384, share=3, thinking=_SOME),
+    Bucket(name="img448", height=448, width=448, row=384, share=3),
     Bucket(name="img140", height=140, width=140, row=128, share=5),
     Bucket(name="img112", height=112, width=112, row=128, share=6, early=True),
     Bucket(name="img84", height=84, width=84, row=64, share=3, early=True),
     Bucket(name="img56", height=56, width=56, row=64, share=1),
-    Bucket(name="pair168", height=168, width=168, row=192, share=5, pictures=2),
-    Bucket(name="vid112", height=112, width=112, row=128, share=7, groups=(4,)),
-    Bucket(name="vid112x2", height=112, width=112, row=256, share=3, groups=(4, 4)),
-    Bucket(name="vid112x4", height=112, width=112, row=384, share=2, groups=(4, 4, 4, 4)),
-    Bucket(name="vid168", height=168, width=224, row=256, share=3, groups=(4,)),
+    Bucket(name="chart224", height=224, width=224, row=192, share=5, charts=True),
+    Bucket(name="chart336", height=224, width=336, row=256, share=2, thinking=_SOME, charts=True),
+    Bucket(name="pair168", height=168, width=168, row=192, share=8, pictures=2),
+    Bucket(name="pair224", height=224, width=224, row=256, share=3, pictures=2),
+    Bucket(name="trio112", height=112, width=112, row=192, share=2, thinking=_SOME, pictures=3),
+    Bucket(name="vid112", height=112, width=112, row=128, share=5, groups=(4,)),
+    Bucket(name="vid112x2", height=112, width=112, row=256, share=5, groups=(4, 4)),
+    Bucket(name="vid112x4", height=112, width=112, row=384, share=3, groups=(4, 4, 4, 4)),
+    Bucket(name="vid168", height=168, width=224, row=256, share=2, groups=(4,)),
     Bucket(name="vid168x2", height=168, width=224, row=512, share=2, groups=(4, 4)),
     Bucket(name="vid112tail2", height=112, width=112, row=192, share=2, groups=(4, 2)),
     Bucket(name="vid112tail1", height=112, width=112, row=256, share=1, groups=(4, 4, 1)),
     Bucket(name="vid112short", height=112, width=112, row=128, share=1, groups=(3,)),
-    Bucket(name="vidthink", height=112, width=112, row=256, share=2, groups=(4, 4), thinking=True),
+    Bucket(name="vidthink", height=112, width=112, row=256, share=2, groups=(4, 4), thinking=1.0),
 )
 
 
@@ -120,6 +140,7 @@ class Batch:
         strip: [P, 6] x, y, width, height in pixels, angle; width -1 for none.
         strip_colours: [P, 2] ink and card, as colour indices.
         texts: [P] printed text or None.
+        raster: [P, height, width, 3] pictures that are not composed; only of chart buckets.
         rows: what was said, for evaluation.
     """
 
@@ -141,6 +162,7 @@ class Batch:
     strip: NDArray[np.float32]
     strip_colours: NDArray[np.int8]
     texts: list[str | None]
+    raster: NDArray[np.uint8] | None
     rows: list[Row]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -159,6 +181,7 @@ class BatchMaker:
         style: drawings to use.
         noise: vary how sprites are drawn.
         printed: words for text strips; None for those of training.
+        fonts: for charts.
     """
 
     def __init__(
@@ -166,12 +189,14 @@ class BatchMaker:
         atlas: Atlas,
         chat: Chat,
         seed: int,
+        fonts: Sequence[str],
         *,
         style: str = TRAIN,
         noise: bool = True,
         printed: list[str] | None = None,
     ) -> None:
         self._chat = chat
+        self._fonts = fonts
         self._maker = SceneMaker(
             atlas,
             seed,
@@ -194,26 +219,113 @@ class BatchMaker:
     ) -> Batch:
         """One batch; ``task`` asks only that question, ``options`` override the bucket's."""
         size = size or TOKENS // bucket.row
-        options = options or SceneOptions(
-            frames=bucket.frames,
-            small=min(bucket.height, bucket.width) <= 140,
-            items=1 if max(bucket.height, bucket.width) <= 84 else None,
-        )
         scenes: list[Scene] = []
         extents: list[tuple[int, int]] = []
         rows: list[Row] = []
         while len(rows) < size:
-            own = [self._maker.scene(options) for _ in range(bucket.pictures)]
-            areas = [self._extent(bucket) for _ in own]
-            row = self._row(bucket, own, areas, task)
-            if row is None:
+            areas = [self._extent(bucket) for _ in range(bucket.pictures)]
+            made = self._sample(bucket, areas, task, options)
+            if made is None:
                 continue
+            own, row = made
             rows.append(row)
             scenes += own
             extents += areas
-        return _assemble(bucket, scenes, extents, rows)
+        raster = self._raster(bucket, scenes, extents) if bucket.charts else None
+        return _assemble(bucket, scenes, extents, rows, raster)
 
     # ------------------------------------------------------------------ one sample
+
+    def _sample(
+        self,
+        bucket: Bucket,
+        areas: list[tuple[int, int]],
+        task: str | None,
+        options: SceneOptions | None,
+    ) -> tuple[list[Scene], Row] | None:
+        scenes, turns, tools = self._content(bucket, task, options)
+        if not turns:
+            return None
+        media = self._media(bucket, areas, scenes)
+        style = self._style(bucket, tools, plain=task is not None)
+        row = self._chat.row(media, turns, style, bucket.row)
+        return (scenes, row) if row.turns else None
+
+    def _content(
+        self, bucket: Bucket, task: str | None, options: SceneOptions | None
+    ) -> tuple[list[Scene], list[Turn], str]:
+        """Scenes of a sample, what is said about them, declared tools."""
+        rng = self._rng
+        if bucket.charts:
+            scene = Scene(ground=_PAPER, items=[], chart=random_chart(rng))
+            return [scene], self._questions.turns(scene), ""
+        if bucket.pictures > 1:
+            return (*self._several(bucket, task, options), "")
+        scene = self._maker.scene(options or self._options(bucket))
+        if bucket.groups:
+            scene.times = group_times(rng.choice(_FILE_RATES), bucket.frames)
+        if bucket.tools:
+            turns, tools = tool_rows(rng, scene, self._caption, self._questions.turns(scene, 2))
+            return [scene], turns, tools
+        if task is None:
+            return [scene], self._questions.turns(scene), ""
+        turn = self._questions.ask(task, scene)
+        return [scene], [turn] if turn else [], ""
+
+    def _several(
+        self, bucket: Bucket, task: str | None, options: SceneOptions | None
+    ) -> tuple[list[Scene], list[Turn]]:
+        """Two pictures that differ in one thing, or unrelated ones."""
+        rng = self._rng
+        differ = bucket.pictures == 2 and rng.random() < _DIFFERENCES
+        if task is not None:
+            differ = task == "difference"
+        if not differ:
+            scenes = [
+                self._maker.scene(options or self._options(bucket)) for _ in range(bucket.pictures)
+            ]
+            return scenes, several_turns(rng, scenes, self._caption)
+        scene = self._maker.scene(
+            options or SceneOptions(items=rng.randint(1, 4), shapes=rng.random() < 0.5)
+        )
+        found = edited(self._maker, scene)
+        if found is None:
+            return [scene], []
+        scenes = [scene, found[0]]
+        turns = difference_turns(rng, scenes, found[1])
+        if task is not None:
+            return scenes, [turn for turn in turns if turn.task == task]
+        return scenes, [*turns, *several_turns(rng, scenes, self._caption)[:2]]
+
+    def _options(self, bucket: Bucket) -> SceneOptions:
+        """What kind of scene a bucket wants this time."""
+        small = min(bucket.height, bucket.width) <= 140
+        frames = bucket.frames
+        if max(bucket.height, bucket.width) <= 84:
+            return SceneOptions(items=1, small=True)
+        if frames > 1 or bucket.pictures > 1 or small:
+            return SceneOptions(frames=frames, small=small)
+        chance = self._rng.random()
+        if chance < _EMPTY:
+            return SceneOptions(items=0, text=None if chance < _EMPTY / 2 else False)
+        if chance < _EMPTY + _NUMBER:
+            return SceneOptions(
+                items=self._rng.choice((0, 0, 1, 2, 3)), text=True, digits=True, repeat=False
+            )
+        return SceneOptions()
+
+    def _caption(self, items: list[Item]) -> str:
+        return caption(items, self._n_names)
+
+    def _raster(
+        self, bucket: Bucket, scenes: list[Scene], extents: list[tuple[int, int]]
+    ) -> NDArray[np.uint8]:
+        out = np.zeros((len(scenes), bucket.height, bucket.width, 3), np.uint8)
+        for picture, scene, (height, width) in zip(out, scenes, extents, strict=True):
+            if scene.chart is not None:
+                drawn = draw_chart(scene.chart, width, height, self._fonts)
+                picture[:height, :width] = np.asarray(drawn)
+        return out
 
     def _extent(self, bucket: Bucket) -> tuple[int, int]:
         """Height and width of the picture; the grid is the next multiple of 28."""
@@ -224,46 +336,26 @@ class BatchMaker:
             bucket.width - self._rng.randrange(CELL_PIXELS),
         )
 
-    def _row(
-        self, bucket: Bucket, scenes: list[Scene], areas: list[tuple[int, int]], task: str | None
-    ) -> Row | None:
-        turns = self._turns(bucket, scenes, task)
-        if not turns:
-            return None
-        row = self._chat.row(
-            self._media(bucket, areas),
-            turns,
-            self._style(bucket, plain=task is not None),
-            bucket.row,
-        )
-        return row if row.turns else None
-
-    def _turns(self, bucket: Bucket, scenes: list[Scene], task: str | None) -> list[Turn]:
-        if bucket.pictures == 2:
-            return pair_turns(self._rng, (scenes[0], scenes[1]), self._n_names)
-        if task is None:
-            return self._questions.turns(scenes[0])
-        turn = self._questions.ask(task, scenes[0])
-        return [turn] if turn else []
-
-    def _style(self, bucket: Bucket, *, plain: bool) -> Style:
+    def _style(self, bucket: Bucket, tools: str, *, plain: bool) -> Style:
         rng = self._rng
+        thinking = rng.random() < bucket.thinking
         if plain:
-            return Style(thinking=bucket.thinking)
-        effort = rng.choice(EFFORTS) if bucket.thinking and rng.random() < 0.5 else None
+            return Style(thinking=bucket.thinking == 1.0, tools=tools)
+        effort = rng.choice(THINKING_EFFORTS) if thinking and rng.random() < 0.5 else None
         roomy = bucket.row >= 128
         return Style(
-            thinking=bucket.thinking,
+            thinking=thinking,
             effort=effort,
             system=rng.choice(_SYSTEMS) if roomy and rng.random() < 0.06 else "",
+            tools=tools,
             media_last=rng.random() < 0.2,
         )
 
-    def _media(self, bucket: Bucket, areas: list[tuple[int, int]]) -> list[Media]:
+    def _media(
+        self, bucket: Bucket, areas: list[tuple[int, int]], scenes: list[Scene]
+    ) -> list[Media]:
         if bucket.groups:
-            times = clip_times(self._rng.choice(_FILE_RATES), bucket.frames)
-            starts = np.cumsum((0, *bucket.groups))[:-1]
-            return [Media("video", bucket.visual, timestamp(times[i])) for i in starts]
+            return [Media("video", bucket.visual, time) for time in scenes[0].times]
         out = []
         for height, width in areas:
             # Beyond the patch limit a file is shrunk, and the header still says its own size.
@@ -275,27 +367,12 @@ class BatchMaker:
         return out
 
 
-def clip_times(rate: float, frames: int) -> list[float]:
-    """Seconds of the frames that the processor picks from a file of this rate.
-
-    The file is as long as it must be for ``frames`` of them: ``round(n * fps / rate)`` frames are
-    looked at, evenly spread from the first to the last.
-    """
-    fps = min(SAMPLE_FPS, rate)
-    length = round(frames * rate / fps)
-    return [int(i) / rate for i in np.round(np.linspace(0, length - 1, frames))]
-
-
-def timestamp(seconds: float) -> str:
-    """``hh:mm:ss.fff``; the milliseconds are cut from the fraction, as K3's processor does."""
-    whole = int(seconds)
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours % 24:02d}:{minutes:02d}:{rest:02d}.{int((seconds - whole) * 1000):03d}"
-
-
 def _assemble(
-    bucket: Bucket, scenes: list[Scene], extents: list[tuple[int, int]], rows: list[Row]
+    bucket: Bucket,
+    scenes: list[Scene],
+    extents: list[tuple[int, int]],
+    rows: list[Row],
+    raster: NDArray[np.uint8] | None,
 ) -> Batch:
     ids = np.full((len(rows), bucket.row), ROW_PAD, np.int16)
     slots = np.zeros((len(rows), len(bucket.runs), bucket.visual), np.int32)
@@ -322,6 +399,7 @@ def _assemble(
         target=np.array(target, np.int16),
         weight=np.array(weight, np.float32),
         turn=np.array(turn, np.int32),
+        raster=raster,
         rows=rows,
         **_picture_arrays(bucket, scenes, extents),
     )

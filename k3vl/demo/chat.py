@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from k3vl.demo.geometry import SPECIAL_ID, SPECIALS
+from k3vl.xtml.values import argument_text, argument_type
+from k3vl.xtml.wording import EFFORT_HEAD, EFFORT_TAIL, FENCE_END, TOOLS_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from k3vl.demo.tasks import Turn
-
-EFFORTS = ("low", "high", "max")
+    from k3vl.demo.turns import Call, Turn
 
 _BOS, _EOS, _END, _OPEN, _CLOSE, _SEP, _BEGIN, _CONTENT, _MEDIA_END, _PAD = (
     SPECIAL_ID[name] for name in SPECIALS[:10]
@@ -30,12 +30,6 @@ _BOS, _EOS, _END, _OPEN, _CLOSE, _SEP, _BEGIN, _CONTENT, _MEDIA_END, _PAD = (
 MEDIA_PAD, ROW_PAD, CLOSE = _PAD, SPECIAL_ID["<|pad|>"], _CLOSE
 # The pieces between which no merge of the demo's vocabulary crosses, so that they can be kept.
 _WORD = re.compile(r" ?[^\W\d_]+|\d| ?[^\s\w]+|_+|\s+")
-
-_EFFORT_TEXT = (
-    "`thinking_effort` guides on how much to think in your thinking channel (not including the "
-    "response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
-    "Now the system is invoked with `thinking_effort={}`."
-)
 
 # The answer and the token that ends it count fully; what must follow it is learned at once.
 _FULL, _FORM = 1.0, 0.1
@@ -64,12 +58,14 @@ class Style:
         thinking: with a think channel.
         effort: value of the effort preamble; None leaves it out. Only with ``thinking``.
         system: text of a system message; "" for none.
+        tools: JSON of the declared tools; "" for none.
         media_last: the media follow the first question.
     """
 
     thinking: bool = False
     effort: str | None = None
     system: str = ""
+    tools: str = ""
     media_last: bool = False
 
 
@@ -83,7 +79,8 @@ class Row:
         weights: weight of each target.
         owners: turn that each target belongs to.
         media: position of the first pad of every media item.
-        answers: start and end of every answer's text, without what closes it.
+        answers: start and end of every answer's text, without what closes it; a turn that ends
+            with tool calls has an empty one.
         turns: the turns that fitted.
     """
 
@@ -94,6 +91,35 @@ class Row:
     media: list[int] = field(default_factory=list)
     answers: list[tuple[int, int]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Tokens of one turn; what the assistant says is predicted."""
+
+    first: int
+    ids: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Position in the row behind the last token."""
+        return self.first + len(self.ids)
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        """Tokens that are given."""
+        self.ids += tokens
+
+    def say(self, tokens: Sequence[int], full: int) -> None:
+        """Tokens of the assistant, of which the first ``full`` are the answer proper."""
+        self.targets += range(self.end, self.end + len(tokens))
+        self.weights += [_FULL] * full + [_FORM] * (len(tokens) - full)
+        self.ids += tokens
+
+
+def _ends(turn: Turn) -> bool:
+    return turn.notice is not None or bool(turn.calls and not turn.results)
 
 
 class Chat:
@@ -107,7 +133,10 @@ class Chat:
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         self._tokenizer.encode_special_tokens = True
         self._word = lru_cache(200_000)(self._encode_word)
-        self._attribute = lru_cache(64)(self._encode_attribute)
+        self._attribute = lru_cache(512)(self._encode_attribute)
+        self._kept = lru_cache(64)(self._encode_text)
+        self._opening = lru_cache(512)(self._encode_opening)
+        self._close = lru_cache(64)(self._encode_close)
 
     def text(self, text: str) -> list[int]:
         """Ordinary text; control markers in it stay text."""
@@ -118,53 +147,80 @@ class Chat:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def row(self, media: Sequence[Media], turns: Sequence[Turn], style: Style, limit: int) -> Row:
-        """Lay out a conversation; turns that exceed ``limit`` tokens are left out."""
+        """Lay out a conversation; turns that exceed ``limit`` tokens are left out.
+
+        A turn with a notice or with unanswered tool calls is the last one, because the template
+        writes notices behind the last message only.
+        """
         row = Row()
+        if style.tools:
+            self._internal(row, "tool-declare", f"{TOOLS_HEAD}{style.tools}{FENCE_END}")
         if style.thinking and style.effort:
-            self._internal(row, "thinking-effort", _EFFORT_TEXT.format(style.effort))
+            self._internal(row, "thinking-effort", f"{EFFORT_HEAD}{style.effort}{EFFORT_TAIL}")
         if style.system:
             row.ids += [*self._message("system"), *self.text(style.system), *self._end()]
         for turn in turns:
             self._turn(row, media if not row.turns else (), turn, style, limit)
+            if row.turns and _ends(row.turns[-1]):
+                break
         return row
 
     # ------------------------------------------------------------------ parts
 
     def _turn(self, row: Row, media: Sequence[Media], turn: Turn, style: Style, limit: int) -> None:
         question, answer = self.text(turn.question), self.text(turn.answer)
-        thought = self.text(turn.thought) if style.thinking else []
         user = self._message("user")
         places, block = self._media(media)
         before = len(row.ids) + len(user) + (len(question) if style.media_last else 0)
-        ids = user + (question + block if style.media_last else block + question)
-        ids += [*self._end(), *self._message("assistant")]
-        targets: list[int] = []
-        weights: list[float] = []
-
-        def say(tokens: list[int], full: int) -> None:
-            """Tokens of the assistant, of which the first ``full`` are the answer proper."""
-            start = len(row.ids) + len(ids)
-            targets.extend(range(start, start + len(tokens)))
-            weights.extend([_FULL] * full + [_FORM] * (len(tokens) - full))
-            ids.extend(tokens)
-
-        if style.thinking:
-            ids += [_OPEN, *self.text("think"), _SEP]
-            say([*thought, *self._close("think")], len(thought) + 1)
-            say([_OPEN, *self.text("response"), _SEP], 0)
-        else:
-            ids += [_OPEN, *self.text("response"), _SEP]
-        start = len(row.ids) + len(ids)
-        say([*answer, *self._close("response"), *self._end()], len(answer) + 1)
-        if len(row.ids) + len(ids) > limit:
+        part = _Part(len(row.ids))
+        first, second = (question, block) if style.media_last else (block, question)
+        part.hear([*user, *first, *second])
+        part.hear(self._end())
+        if turn.notice is not None:
+            part.hear(self._notice(*turn.notice))
+        if turn.calls:
+            self._open_reply(part, turn.thought, style)
+            part.say(self._close("response"), 1)
+            calls = self._calls(turn.calls)
+            part.say([*calls, *self._end()], len(calls))
+            for index, (call, result) in enumerate(zip(turn.calls, turn.results, strict=False), 1):
+                part.hear(self._opening("message", role="tool", tool=call.tool, index=str(index)))
+                part.hear([*self.text(result), *self._end()])
+        start = part.end
+        if turn.results or not turn.calls:
+            self._open_reply(part, "" if turn.calls else turn.thought, style)
+            start = part.end
+            part.say([*answer, *self._close("response"), *self._end()], len(answer) + 1)
+        if part.end > limit:
             return
         row.media += [before + at for at in places]
-        row.ids += ids
-        row.targets += targets
-        row.weights += weights
-        row.owners += [len(row.turns)] * len(targets)
+        row.ids += part.ids
+        row.targets += part.targets
+        row.weights += part.weights
+        row.owners += [len(row.turns)] * len(part.targets)
         row.answers.append((start, start + len(answer)))
         row.turns.append(turn)
+
+    def _open_reply(self, part: _Part, thought: str, style: Style) -> None:
+        """What comes before the text of a reply."""
+        part.hear(self._message("assistant"))
+        if style.thinking:
+            thinking = self.text(thought)
+            part.hear([_OPEN, *self.text("think"), _SEP])
+            part.say([*thinking, *self._close("think")], len(thinking) + 1)
+            part.say([_OPEN, *self.text("response"), _SEP], 0)
+        else:
+            part.hear([_OPEN, *self.text("response"), _SEP])
+
+    def _calls(self, calls: Sequence[Call]) -> list[int]:
+        ids = [_OPEN, *self.text("tools"), _SEP]
+        for index, call in enumerate(calls, 1):
+            ids += self._opening("call", tool=call.tool, index=str(index))
+            for key, value in call.arguments.items():
+                ids += self._opening("argument", key=key, type=argument_type(value))
+                ids += [*self.text(argument_text(value)), *self._close("argument")]
+            ids += self._close("call")
+        return [*ids, *self._close("tools")]
 
     def _media(self, media: Sequence[Media]) -> tuple[list[int], list[int]]:
         places: list[int] = []
@@ -176,22 +232,33 @@ class Chat:
         return places, ids
 
     def _internal(self, row: Row, kind: str, text: str) -> None:
-        opening = self._message("system")
-        opening[-1:] = [*self._attribute("type", kind), _SEP]
-        row.ids += [*opening, *self.text(text), *self._end()]
+        row.ids += self._notice(kind, text)
 
-    def _message(self, role: str) -> list[int]:
-        return [_OPEN, *self.text("message"), *self._attribute("role", role), _SEP]
+    def _notice(self, kind: str, text: str) -> list[int]:
+        opening = self._opening("message", role="system", type=kind)
+        return [*opening, *self._kept(text), *self._end()]
 
-    def _close(self, tag: str) -> list[int]:
-        return [_CLOSE, *self.text(tag), _SEP]
+    def _message(self, role: str) -> tuple[int, ...]:
+        return self._opening("message", role=role)
 
-    def _end(self) -> list[int]:
-        return [*self._close("message"), _END]
+    def _encode_opening(self, tag: str, **attributes: str) -> tuple[int, ...]:
+        ids = [_OPEN, *self.text(tag)]
+        for name, value in attributes.items():
+            ids += self._attribute(name, value)
+        return (*ids, _SEP)
+
+    def _encode_close(self, tag: str) -> tuple[int, ...]:
+        return (_CLOSE, *self.text(tag), _SEP)
+
+    def _end(self) -> tuple[int, ...]:
+        return (*self._close("message"), _END)
 
     def _encode_attribute(self, name: str, value: str) -> tuple[int, ...]:
         pieces = (f" {name}", '="', value, '"')
         return tuple(i for piece in pieces for i in self.text(piece))
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        return tuple(self.text(text))
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)

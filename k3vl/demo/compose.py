@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from k3vl.demo.atlas import CELL, COLOUR_RGB, Atlas
 from k3vl.demo.batches import CELL_PIXELS
-from k3vl.demo.scene import CHESSBOARD_SQUARE, MAX_ITEMS
-from k3vl.demo.variants import VARIANTS, build_variants
+from k3vl.demo.scene import CHESSBOARD_SQUARE, MAX_ITEMS, VARIANTS
+from k3vl.demo.variants import SpriteBank
 from k3vl.demo.words import STRIP_HEIGHT, STRIP_WIDTH
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Layers:
         at: [N, K] int32 offset of the sprite in the packed atlas; below 0: none.
         geometry: [N, K, 5] centre x, y and size in pixels, angle, flip.
         colour: [N, K, 3, 4] matrix from premultiplied RGBA to RGB.
-        strips: [N, 32, 192] uint8 alpha of the printed text.
+        strips: [N, 48, 256] uint8 alpha of the printed text.
         strip_geometry: [N, 6] x, y, width, height, angle, unused; width below 0: none.
         strip_colour: [N, 2, 3] ink and card; card below 0: none.
         ground: [N, 3, H, W].
@@ -197,10 +197,14 @@ class Composer:
 
     def __init__(self, atlas: Atlas, device: torch.device | str, seed: int = 0) -> None:
         self._device = torch.device(device)
-        self._sprites = build_variants(atlas, device).flatten()
         self._random = torch.Generator(device=device).manual_seed(seed)
+        self._bank = SpriteBank(atlas, device, self._random)
         self._rgb = torch.from_numpy(COLOUR_RGB).to(device)
         self._text, self._ground = atlas.text_label, atlas.ground_label
+
+    def renew(self) -> None:
+        """Draw a part of the sprites' variants anew."""
+        self._bank.renew()
 
     @torch.no_grad()
     def __call__(
@@ -209,7 +213,7 @@ class Composer:
         """Draw a batch.
 
         Args:
-            batch: the arrays of a ``batches.Batch`` and ``strips`` [P, 32, 192], on the device.
+            batch: the arrays of a ``batches.Batch`` and ``strips`` [P, 48, 256], on the device.
             bucket: its shapes.
             noise: vary colour, add pixel noise and blur.
 
@@ -217,24 +221,41 @@ class Composer:
             [P * frames, 3, H, W] float32 in 0..1 (black beyond the picture's own extent), and
             labels [P * items, cells] per clip group or picture, ``IGNORED`` where undecided.
         """
+        if "raster" in batch:
+            return self._ready(batch, bucket, noise=noise)
         fine = 2 if max(bucket.height, bucket.width) <= _FINE_BELOW else 1
         height, width = bucket.height * fine, bucket.width * fine
         frames = bucket.frames
         picture, slot = paint(
-            self._sprites, self._layers(batch, height, width, frames, fine, noise)
+            self._bank.packed, self._layers(batch, height, width, frames, fine, noise)
         )
         if fine > 1:
             picture = F.avg_pool2d(picture, fine)
         if noise:
             picture = self._worn(picture)
         extent = batch["extent"].repeat_interleave(frames, 0)
-        rows = torch.arange(bucket.height, device=self._device)
-        columns = torch.arange(bucket.width, device=self._device)
-        inside = (rows < extent[:, :1])[:, None, :, None] & (columns < extent[:, 1:])[:, None, None]
-        picture = (picture.clamp(0, 1) * 255).round().div(255) * inside
+        picture = self._inside(picture, extent, bucket)
         return picture, self._labels(slot, batch["label"], bucket, fine)
 
     # ------------------------------------------------------------------ parts
+
+    def _ready(
+        self, batch: Mapping[str, Tensor], bucket: Bucket, *, noise: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Pictures that came ready; their cells have no labels."""
+        picture = batch["raster"].permute(0, 3, 1, 2).float() / 255
+        if noise:
+            picture = self._worn(picture)
+        picture = self._inside(picture, batch["extent"], bucket)
+        labels = torch.full((len(picture), bucket.visual), IGNORED, device=self._device)
+        return picture, labels
+
+    def _inside(self, picture: Tensor, extent: Tensor, bucket: Bucket) -> Tensor:
+        """Black beyond each picture's own extent, and levels of 8 bits."""
+        rows = torch.arange(bucket.height, device=self._device)
+        columns = torch.arange(bucket.width, device=self._device)
+        inside = (rows < extent[:, :1])[:, None, :, None] & (columns < extent[:, 1:])[:, None, None]
+        return (picture.clamp(0, 1) * 255).round().div(255) * inside
 
     def _layers(
         self,
@@ -307,13 +328,18 @@ class Composer:
         return torch.where((tint[..., :1] >= 0)[..., None], tinted, matrix)
 
     def _worn(self, picture: Tensor) -> Tensor:
-        """Pixel noise on a quarter of the pictures, blur on an eighth."""
+        """Noise, blur and another contrast, each on some of the pictures."""
         n = len(picture)
-        noisy = (self._rand(n, 1, 1, 1) < 0.25) * 0.04
+
+        def chance(share: float) -> Tensor:
+            return self._rand(n, 1, 1, 1) < share
+
+        contrast = torch.where(chance(0.3), 0.8 + 0.35 * self._rand(n, 1, 1, 1), 1.0)
+        picture = (picture - 0.5) * contrast + 0.5
         grain = torch.randn(picture.shape, device=self._device, generator=self._random)
-        picture = picture + grain * noisy
+        picture = picture + grain * torch.where(chance(0.3), 0.06 * self._rand(n, 1, 1, 1), 0.0)
         soft = F.avg_pool2d(picture, 3, 1, 1, count_include_pad=False)
-        return torch.where(self._rand(n, 1, 1, 1) < 0.12, soft, picture)
+        return torch.where(chance(0.15), soft, picture)
 
     def _labels(self, slot: Tensor, label: Tensor, bucket: Bucket, fine: int) -> Tensor:
         """What covers each 28-pixel cell; a group's frames are averaged as the tower does."""

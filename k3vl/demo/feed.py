@@ -64,8 +64,9 @@ def to_device(batch: Batch, printer: Printer, device: torch.device) -> DeviceBat
 def _work(out: Any, early: Any, sources: Sources, seed: int) -> None:
     """Endless batches of random buckets; only the early ones while ``early`` is set."""
     atlas = load_atlas(sources.atlas)
-    maker = BatchMaker(atlas, Chat(sources.tokenizer), seed)
-    printer = Printer(find_fonts(sources.atlas), seed)
+    fonts = find_fonts(sources.atlas)
+    maker = BatchMaker(atlas, Chat(sources.tokenizer), seed, fonts)
+    printer = Printer(fonts, seed)
     rng = random.Random(seed)  # noqa: S311 - scenes, not secrets
     while True:
         choice = [b for b in BUCKETS if b.early or not early.value]

@@ -2,7 +2,7 @@
 
 Teacher forcing decides this exactly for greedy decoding: an answer is generated right if and only
 if every one of its tokens is the likeliest after the right ones. Drawn on the device by the
-training composer, without noise; figures to publish come from ``evaluate``, which runs files
+training composer, without noise; figures to publish come from ``k3vl eval``, which runs files
 through the pipeline.
 """
 
@@ -26,12 +26,17 @@ if TYPE_CHECKING:
 _ONE = SceneOptions(items=1, shapes=False, text=False)
 _SMALL = SceneOptions(items=1, shapes=False, text=False, small=True)
 _FOUR = SceneOptions(items=4, repeat=False, shapes=False, text=False)
-_TEXT = SceneOptions(items=1, text=True)
+_TEXT = SceneOptions(items=1, text=True, digits=False)
+_DIGITS = SceneOptions(items=1, text=True, digits=True)
+_TWO_EVENTS = SceneOptions(items=2, frames=8, events=2)
 
 SETS: tuple[tuple[str, str, str | None, str, SceneOptions | None], ...] = (
     ("name", "img224", "name", TRAIN, _ONE),
     ("name small", "img112", "name", TRAIN, _SMALL),
     ("name held", "img224", "name", HELD, _ONE),
+    ("name openmoji", "img224", "name", "openmoji", _ONE),
+    ("caption 4 openmoji", "img224", "caption", "openmoji", _FOUR),
+    ("yesno openmoji", "img224", "yesno", "openmoji", None),
     ("caption 4", "img224", "caption", TRAIN, _FOUR),
     ("caption 4 thinking", "think224", "caption", TRAIN, _FOUR),
     ("caption 4 large", "img448", "caption", TRAIN, _FOUR),
@@ -43,7 +48,15 @@ SETS: tuple[tuple[str, str, str | None, str, SceneOptions | None], ...] = (
     ("yesno", "img224", "yesno", TRAIN, None),
     ("colour", "img224", "colour", TRAIN, None),
     ("text", "img224", "text", TRAIN, _TEXT),
-    ("pair", "pair168", None, TRAIN, None),
+    ("digits", "img224", "digits", TRAIN, _DIGITS),
+    ("chart", "chart224", None, TRAIN, None),
+    ("pair", "pair168", "pair", TRAIN, None),
+    ("difference", "pair168", "difference", TRAIN, None),
+    ("json", "img224", "json", TRAIN, None),
+    ("absent", "img224", "absent", TRAIN, None),
+    ("tools", "tool168", None, TRAIN, None),
+    ("order", "vid112x2", "order", TRAIN, _TWO_EVENTS),
+    ("when", "vid112x2", "when", TRAIN, _TWO_EVENTS),
     ("video 1 group", "vid112", "video", TRAIN, None),
     ("video 2 groups", "vid112x2", "video", TRAIN, None),
     ("video 4 groups", "vid112x4", "video", TRAIN, None),
@@ -67,12 +80,17 @@ def quick_check(
     """
     atlas = load_atlas(sources.atlas)
     chat = Chat(sources.tokenizer)
-    printer = Printer(find_fonts(sources.atlas), 1)
+    fonts = find_fonts(sources.atlas)
+    printer = Printer(fonts, 1)
     unseen = word_list(atlas.names, unseen=True)
     buckets = {bucket.name: bucket for bucket in BUCKETS}
     out: dict[str, float] = {}
     for seed, (name, bucket, task, style, options) in enumerate(SETS):
-        maker = BatchMaker(atlas, chat, 10_000 + seed, style=style, noise=False, printed=unseen)
+        if style not in atlas.styles:
+            continue
+        maker = BatchMaker(
+            atlas, chat, 10_000 + seed, fonts, style=style, noise=False, printed=unseen
+        )
         right = asked = 0
         while asked < items:
             batch = maker.batch(buckets[bucket], sources.size, task=task, options=options)

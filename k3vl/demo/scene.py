@@ -8,24 +8,38 @@ shorter side.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from k3vl.demo import words
-from k3vl.demo.atlas import COLOUR_NAMES, COLOUR_RGB, COLOURS, ONE_COLOUR_SET, SHAPES, TRAIN, Atlas
+from k3vl.demo.atlas import (
+    COLOUR_NAMES,
+    COLOUR_RGB,
+    COLOURS,
+    MORE,
+    SHAPES,
+    TRAIN,
+    Atlas,
+    is_one_colour,
+)
 from k3vl.demo.grammar import countable
+
+if TYPE_CHECKING:
+    from k3vl.demo.charts import Chart
 
 EventKind: TypeAlias = Literal["right", "left", "down", "up", "appear", "disappear"]
 EVENTS: tuple[EventKind, ...] = ("right", "left", "down", "up", "appear", "disappear")
 Colour: TypeAlias = tuple[float, float, float]
 
 MAX_ITEMS = 6
-# Variants of a sprite in the training composer: plain, thin outline, thick outline, inked inner
-# edges, line art, soft.
-VARIANT_SHARES = (0.46, 0.10, 0.10, 0.16, 0.08, 0.10)
-_LINE_ART = 4
+# Drawings of a sprite in the training composer: the first is plain, those up to KEEPS_COLOUR leave
+# its colours alone (outlines, ink, warps), the rest may change them; see ``variants``.
+VARIANTS, KEEPS_SHAPE, KEEPS_COLOUR = 16, 3, 7
+_PLAIN_SHARE = 0.35
+_MORE_SHARE = 0.3  # of the line icons where a name has them
+GROUP = 4  # frames of a clip that the tower sees together
 # The shipped media configuration: squares of 8 pixels, white and grey.
 CHESSBOARD_SQUARE = 8
 CHESSBOARD = ((1.0, 1.0, 1.0), (180 / 255, 180 / 255, 180 / 255))
@@ -112,20 +126,29 @@ class Ground:
 
 @dataclass(slots=True, kw_only=True)
 class Scene:
-    """One picture, or a clip of ``frames`` pictures."""
+    """One picture, or a clip of ``frames`` pictures.
+
+    Attributes:
+        event: what the first item does; ``later`` what the second one does after it.
+        times: text of the timestamp in front of each group of a clip, for questions about time.
+        chart: the picture is this chart, and there is nothing else.
+    """
 
     ground: Ground
     items: list[Item]
     strip: Strip | None = None
     event: Event | None = None
+    later: Event | None = None
     frames: int = 1
+    times: tuple[str, ...] = ()
+    chart: Chart | None = None
 
     def at(self, item: int, frame: int) -> tuple[float, float, bool]:
         """Place of an item in a frame, and whether it is visible."""
         it = self.items[item]
-        if item or self.event is None:
+        ev = (self.event, self.later)[item] if item < 2 else None
+        if ev is None:
             return it.x, it.y, True
-        ev = self.event
         if ev.kind == "appear":
             return it.x, it.y, frame >= ev.frame
         if ev.kind == "disappear":
@@ -144,7 +167,9 @@ class SceneOptions:
         repeat: several drawings of one name.
         shapes: coloured shapes among them.
         text: a strip of text.
+        digits: the text is a number.
         frames: pictures of a clip; 1 is a still.
+        events: of a clip; two need more than one group.
         small: the picture is about 112 pixels or less: few and large drawings, no text.
     """
 
@@ -152,7 +177,9 @@ class SceneOptions:
     repeat: bool | None = None
     shapes: bool | None = None
     text: bool | None = None
+    digits: bool | None = None
     frames: int = 1
+    events: int | None = None
     small: bool = False
 
 
@@ -184,6 +211,7 @@ class SceneMaker:
         self.noise = noise
         self.printed = printed or words.word_list(atlas.names, unseen=False)
         self.sprites = atlas.by_name(style)
+        self._more = atlas.by_name(MORE) if noise and MORE in atlas.all_styles else {}
         self.pool = sorted(self.sprites)
         self._countable = [i for i in self.pool if countable(atlas.names[i])]
         self._coloured = frozenset(
@@ -196,7 +224,7 @@ class SceneMaker:
         """One random scene."""
         rng = self.rng
         ground, shades = self._ground()
-        count = options.items or self._count(options)
+        count = self._count(options) if options.items is None else options.items
         still = options.frames == 1
         text = options.text
         if text is None:
@@ -216,9 +244,9 @@ class SceneMaker:
                 items.append(self._drawing(name, x, y, size, shades))
         scene = Scene(ground=ground, items=items, frames=options.frames)
         if band:
-            scene.strip = self._strip(band, shades)
+            scene.strip = self._strip(band, shades, options)
         if not still:
-            self._add_event(scene)
+            self._add_events(scene, options.events)
         return scene
 
     # ------------------------------------------------------------------ parts
@@ -226,7 +254,7 @@ class SceneMaker:
     def _count(self, options: SceneOptions) -> int:
         rng = self.rng
         if options.frames > 1:
-            return rng.choice((1, 1, 2))
+            return rng.choice((1, 2, 2) if options.frames > GROUP else (1, 1, 2))
         if options.small:
             return rng.choice((1, 1, 1, 2, 2, 3))
         return rng.choices(range(1, MAX_ITEMS + 1), _COUNT_SHARES)[0]
@@ -234,8 +262,8 @@ class SceneMaker:
     def _names(self, count: int, repeat: bool | None) -> list[int]:
         rng = self.rng
         if repeat is None:
-            repeat = rng.random() < 0.35
-        if not repeat or count == 1:
+            repeat = rng.random() < 0.4
+        if not repeat or count < 2:
             return [rng.choice(self.pool) for _ in range(count)]
         if rng.random() < 0.5:
             return [rng.choice(self._countable)] * count
@@ -246,6 +274,8 @@ class SceneMaker:
     def _places(self, count: int, *, large: bool) -> list[tuple[float, float, float]]:
         """Centres and sizes that hardly overlap."""
         rng = self.rng
+        if not count:
+            return []
         low, high = _SIZES[count]
         if large and count == 1:
             low = 0.6
@@ -305,8 +335,11 @@ class SceneMaker:
 
     def _drawing(self, name: int, x: float, y: float, size: float, shades: np.ndarray) -> Item:
         rng = self.rng
-        sprite = rng.choice(self.sprites[name])
-        one_colour = self.atlas.sprites[sprite].drawing_set == ONE_COLOUR_SET
+        own = self.sprites[name]
+        if name in self._more and rng.random() < _MORE_SHARE:
+            own = self._more[name]
+        sprite = rng.choice(own)
+        one_colour = is_one_colour(self.atlas.sprites[sprite].drawing_set)
         item = Item(
             name=self.atlas.names[name],
             label=name,
@@ -323,15 +356,20 @@ class SceneMaker:
             item.tint, item.fixed = _rgb(COLOUR_RGB[colour]), True
             # "What colour is the green book?" has an answer that is not the tint.
             item.colour = None if name in self._coloured else COLOUR_NAMES[colour]
-        elif self.noise:
-            item.variant = rng.choices(range(len(VARIANT_SHARES)), VARIANT_SHARES)[0]
-            item.fixed |= item.variant == _LINE_ART
+        if self.noise and rng.random() >= _PLAIN_SHARE:
+            last = KEEPS_SHAPE if one_colour else KEEPS_COLOUR if item.fixed else VARIANTS - 1
+            item.variant = rng.randint(1, last)
         return item
 
-    def _strip(self, band: str, shades: np.ndarray) -> Strip:
+    def _strip(self, band: str, shades: np.ndarray, options: SceneOptions) -> Strip:
         rng = self.rng
-        text = words.draw_text(rng, self.printed)
+        if options.digits or (options.digits is None and rng.random() < 0.15):
+            text = words.draw_number(rng)
+        else:
+            text = words.draw_text(rng, self.printed)
         height = rng.uniform(0.11, 0.19)
+        if options.items == 0:
+            height *= rng.uniform(1.0, 2.5)
         width = min(height * (0.62 * len(text) + 0.5) * rng.uniform(0.9, 1.2), 0.96)
         y = height / 2 + 0.02 if band == "t" else 1 - height / 2 - 0.02
         ink, card = self._contrast(shades), -1
@@ -350,28 +388,74 @@ class SceneMaker:
             card=card,
         )
 
-    def _add_event(self, scene: Scene) -> None:
+    def _add_events(self, scene: Scene, events: int | None) -> None:
         rng = self.rng
+        if events is None:
+            events = 2 if scene.frames > GROUP and rng.random() < 0.6 else 1
         first = scene.items[0]
-        kind = rng.choice(EVENTS)
         first.size = min(first.size, 0.45)
-        if kind in ("appear", "disappear"):
-            scene.event = Event(kind=kind, frame=rng.randint(1, scene.frames - 1))
-        else:
-            half = first.size / 2
-            start = half + rng.uniform(0, 0.08)
-            end = 1 - half - rng.uniform(0, 0.08)
-            shorter = 0.5 * rng.random() * (end - start)
-            if rng.random() < 0.5:
-                end -= shorter
-            else:
-                start += shorter
-            path = (end, start) if kind in ("left", "up") else (start, end)
-            scene.event = Event(kind=kind, path=path)
         for other in scene.items[1:]:
             other.size = min(other.size, 0.3)
         # Two of the same name would make the answer ambiguous.
         scene.items = [first, *(o for o in scene.items[1:] if o.name != first.name)]
+        if events == 2 and len(scene.items) > 1:
+            # In different groups, or the order could not be seen.
+            change = rng.randrange(GROUP, scene.frames)
+            early, late = rng.randint(1, change // GROUP * GROUP - 1), change
+            scene.event = Event(kind=rng.choice(("appear", "disappear")), frame=early)
+            scene.later = Event(kind=rng.choice(("appear", "disappear")), frame=late)
+            return
+        kind = rng.choice(EVENTS)
+        if kind in ("appear", "disappear"):
+            scene.event = Event(kind=kind, frame=rng.randint(1, scene.frames - 1))
+            return
+        half = first.size / 2
+        start = half + rng.uniform(0, 0.08)
+        end = 1 - half - rng.uniform(0, 0.08)
+        shorter = 0.5 * rng.random() * (end - start)
+        if rng.random() < 0.5:
+            end -= shorter
+        else:
+            start += shorter
+        path = (end, start) if kind in ("left", "up") else (start, end)
+        scene.event = Event(kind=kind, path=path)
+
+    def another_place(self, scene: Scene, item: Item) -> tuple[float, float] | None:
+        """Where ``item`` could lie, well apart from its place and from everything else."""
+        half = item.size / 2
+        low, high = 0.0, 1.0
+        if scene.strip is not None:
+            low, high = (0.25, 1.0) if scene.strip.y < 0.5 else (0.0, 0.75)
+        for _ in range(100):
+            x = self.rng.uniform(half, 1 - half)
+            y = self.rng.uniform(min(low + half, 0.5), max(high - half, 0.5))
+            far = max(abs(x - item.x), abs(y - item.y)) > 0.28
+            if far and all(
+                max(abs(x - o.x), abs(y - o.y)) > (item.size + o.size) * 0.46
+                for o in scene.items
+                if o is not item
+            ):
+                return x, y
+        return None
+
+    def another(self, scene: Scene) -> Item | None:
+        """A further drawing, of a name that the scene does not have, where there is room."""
+        names = {item.name for item in scene.items}
+        size = self.rng.uniform(0.2, 0.35)
+        ghost = Item(name="", label=0, sprite=0, x=9.0, y=9.0, size=size)
+        place = self.another_place(scene, ghost)
+        name = self.rng.choice(self.pool)
+        if place is None or self.atlas.names[name] in names:
+            return None
+        shades = np.array([scene.ground.first, scene.ground.second])
+        return self._drawing(name, *place, size, shades)
+
+    def recoloured(self, scene: Scene, item: Item) -> Item:
+        """The same thing in another colour; only for things of one named colour."""
+        shades = np.array([scene.ground.first, scene.ground.second])
+        while (colour := self._contrast(shades)) == COLOUR_NAMES.index(str(item.colour)):
+            shades = shades * 0 + self.rng.random()
+        return replace(item, tint=_rgb(COLOUR_RGB[colour]), colour=COLOUR_NAMES[colour])
 
 
 def _rgb(values: np.ndarray) -> Colour:

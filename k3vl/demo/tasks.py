@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from k3vl.demo import grammar
+from k3vl.demo import clips, forms, grammar
+from k3vl.demo.charts import chart_turn
+from k3vl.demo.edits import unique
 from k3vl.demo.grammar import NUMBERS, counted, is_plural, listed, plural, sentence, with_article
+from k3vl.demo.places import is_clear, place
+from k3vl.demo.turns import Turn
 
 if TYPE_CHECKING:
     import random
@@ -27,9 +30,23 @@ IMAGE_SHARES: Mapping[str, int] = {
     "where": 14,
     "yesno": 9,
     "colour": 10,
-    "text": 50,
+    "text": 44,
+    "digits": 44,
+    "word": 6,
+    "five": 5,
+    "json": 8,
+    "number": 4,
+    "absent": 6,
 }
-_ONCE = ("caption", "name", "text", "total", "video")
+CLIP_SHARES: Mapping[str, int] = {
+    "video": 30,
+    "order": 20,
+    "when": 24,
+    "does": 8,
+    "yesno": 9,
+    "absent": 2,
+}
+_ONCE = ("caption", "name", "text", "digits", "total", "video", "word", "five")
 _DRAWS = 12
 
 _CAPTION = (
@@ -57,39 +74,15 @@ _TOTAL = (
     "How many things are in the picture?",
 )
 _TEXT = ("Read the text.", "What does the sign say?", "What is written here?", "Which text is it?")
-_VIDEO = (
-    "What happens in the video?",
-    "Describe the video.",
-    "What happens here?",
-    "Describe this video.",
-    "Describe this clip in one sentence.",
-    "Describe this.",
+_DIGITS = (
+    "Read the number.",
+    "Which number is it?",
+    "What number is written here?",
+    "What is the number?",
 )
-_EVENT_WORDS = {
-    "right": ("moves from left to right", "move from left to right"),
-    "left": ("moves from right to left", "move from right to left"),
-    "down": ("moves down", "move down"),
-    "up": ("moves up", "move up"),
-    "appear": ("appears", "appear"),
-    "disappear": ("disappears", "disappear"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One question with its answer; ``thought`` is what a thinking model may note first."""
-
-    task: str
-    question: str
-    answer: str
-    thought: str = ""
-
-
-def place(x: float, y: float) -> str:
-    """One of nine places: ``top left``, ``left``, ``center``, ..."""
-    across = "left" if x < 0.38 else "right" if x > 0.62 else ""
-    down = "top" if y < 0.38 else "bottom" if y > 0.62 else ""
-    return f"{down} {across}".strip() or "center"
+_NOTHING = "I do not see any object."
+_NO_TEXT = "There is no text."
+_NO_TEXT_SHARE = 0.04
 
 
 def spoken_name(item: Item, n_names: int) -> str:
@@ -119,15 +112,17 @@ class Questioner:
     def turns(self, scene: Scene, limit: int = 4) -> list[Turn]:
         """Up to ``limit`` different questions that the scene allows."""
         rng = self._rng
-        if scene.event:
-            tasks = ["video", *(["yesno"] if rng.random() < 0.5 else [])]
-        else:
-            tasks = rng.choices(list(IMAGE_SHARES), list(IMAGE_SHARES.values()), k=_DRAWS)
+        if scene.chart is not None:
+            made = [chart_turn(rng, scene.chart) for _ in range(limit)]
+            return list({turn.question: turn for turn in made}.values())
+        shares = CLIP_SHARES if scene.frames > 1 else IMAGE_SHARES
+        tasks = rng.choices(list(shares), list(shares.values()), k=_DRAWS)
         out: list[Turn] = []
         for task in tasks:
             if task in _ONCE and any(turn.task == task for turn in out):
                 continue
-            if turn := self.ask(task, scene):
+            turn = self.ask(task, scene)
+            if turn and all(turn.question != other.question for other in out):
                 out.append(turn)
             if len(out) == limit:
                 break
@@ -140,7 +135,12 @@ class Questioner:
 
     # ------------------------------------------------------------------ whole picture
 
+    def _chart(self, scene: Scene) -> Turn | None:
+        return chart_turn(self._rng, scene.chart) if scene.chart is not None else None
+
     def _caption(self, scene: Scene) -> Turn:
+        if not scene.items:
+            return Turn("caption", self._rng.choice(_CAPTION), _NOTHING)
         text = caption(scene.items, len(self._names))
         thought = ", ".join(
             spoken_name(i, len(self._names)) for i in sorted(scene.items, key=lambda i: i.x)
@@ -148,6 +148,8 @@ class Questioner:
         return Turn("caption", self._rng.choice(_CAPTION), text, f"Left to right: {thought}.")
 
     def _name(self, scene: Scene) -> Turn | None:
+        if not scene.items:
+            return Turn("name", self._rng.choice(_NAME), _NOTHING)
         if len(scene.items) != 1 or scene.items[0].label >= len(self._names):
             return None
         answer = sentence(with_article(scene.items[0].name))
@@ -160,26 +162,63 @@ class Questioner:
 
     def _text(self, scene: Scene) -> Turn | None:
         if scene.strip is None:
-            return None
+            return self._no_text()
         return Turn("text", self._rng.choice(_TEXT), scene.strip.text)
 
-    def _video(self, scene: Scene) -> Turn | None:
-        if scene.event is None:
+    def _no_text(self) -> Turn | None:
+        """Many scenes have no text; few of them are asked about it."""
+        if self._rng.random() > _NO_TEXT_SHARE:
             return None
-        name = scene.items[0].name
-        verb = _EVENT_WORDS[scene.event.kind][is_plural(name)]
-        answer = sentence(f"{with_article(name)} {verb}")
-        return Turn("video", self._rng.choice(_VIDEO), answer)
+        return Turn("text", self._rng.choice(_TEXT), _NO_TEXT)
+
+    def _digits(self, scene: Scene) -> Turn | None:
+        if scene.strip is None or not scene.strip.text.isdigit():
+            return None
+        return Turn("digits", self._rng.choice(_DIGITS), f"{scene.strip.text}.")
+
+    # ------------------------------------------------------------------ clips
+
+    def _video(self, scene: Scene) -> Turn | None:
+        return clips.video_turn(self._rng, scene)
+
+    def _order(self, scene: Scene) -> Turn | None:
+        return clips.order_turn(self._rng, scene)
+
+    def _when(self, scene: Scene) -> Turn | None:
+        return clips.when_turn(self._rng, scene)
+
+    def _does(self, scene: Scene) -> Turn | None:
+        return clips.does_turn(self._rng, scene)
+
+    # ------------------------------------------------------------------ form
+
+    def _word(self, scene: Scene) -> Turn | None:
+        return forms.word_turn(self._rng, scene)
+
+    def _five(self, scene: Scene) -> Turn | None:
+        return forms.five_turn(self._rng, scene)
+
+    def _json(self, scene: Scene) -> Turn | None:
+        return forms.json_turn(self._rng, scene)
+
+    def _number(self, scene: Scene) -> Turn | None:
+        asked = self._counted(scene)
+        return forms.number_turn(self._rng, scene.items, asked) if asked else None
+
+    def _absent(self, scene: Scene) -> Turn | None:
+        asked = self._not_there(scene)
+        return (
+            None
+            if asked in {item.name for item in scene.items}
+            else forms.absent_turn(self._rng, asked)
+        )
 
     # ------------------------------------------------------------------ one thing
 
     def _count(self, scene: Scene) -> Turn | None:
         rng = self._rng
         names = Counter(item.name for item in scene.items)
-        asked = rng.choice(list(names.elements()))
-        if rng.random() < 0.1:
-            asked = self._names[rng.choice(self._pool)]
-        if not grammar.countable(asked):
+        if not (asked := self._counted(scene)):
             return None
         many = plural(asked)
         question = rng.choice(
@@ -188,9 +227,19 @@ class Questioner:
         thought = f"{', '.join(item.name for item in scene.items)}."
         return Turn("count", question, sentence(NUMBERS[names[asked]]), thought)
 
+    def _counted(self, scene: Scene) -> str | None:
+        """What may be counted: mostly what occurs several times, sometimes what is not there."""
+        rng = self._rng
+        names = Counter(item.name for item in scene.items)
+        asked = self._names[rng.choice(self._pool)]
+        if names and rng.random() > 0.12:
+            several = [name for name, n in names.items() if n > 1]
+            asked = rng.choice(several if several and rng.random() < 0.8 else list(names))
+        return asked if grammar.countable(asked) else None
+
     def _relation(self, scene: Scene) -> Turn | None:
         rng = self._rng
-        single = self._single(scene)
+        single = unique(scene.items)
         if len(single) < 2:
             return None
         a, b = rng.sample(single, 2)
@@ -208,7 +257,8 @@ class Questioner:
                 f"Where {be} the {a.name}, seen from the {b.name}?",
             )
         )
-        return Turn("relation", question, f"The {a.name} {be} {relation} the {b.name}.")
+        noted = f"{a.name}: {place(a.x, a.y)}. {b.name}: {place(b.x, b.y)}."
+        return Turn("relation", question, f"The {a.name} {be} {relation} the {b.name}.", noted)
 
     def _at(self, scene: Scene) -> Turn | None:
         if len(scene.items) < 2:
@@ -217,7 +267,9 @@ class Questioner:
         possible = [
             i
             for i, item in enumerate(scene.items)
-            if places.count(places[i]) == 1 and item.label < len(self._names)
+            if places.count(places[i]) == 1
+            and item.label < len(self._names)
+            and is_clear(item.x, item.y)
         ]
         if not possible:
             return None
@@ -228,7 +280,8 @@ class Questioner:
         return Turn("at", question, sentence(with_article(scene.items[i].name)))
 
     def _where(self, scene: Scene) -> Turn | None:
-        if not (single := self._single(scene)):
+        single = [item for item in unique(scene.items) if is_clear(item.x, item.y)]
+        if not single:
             return None
         item = self._rng.choice(single)
         be = "are" if is_plural(item.name) else "is"
@@ -238,13 +291,7 @@ class Questioner:
     def _yesno(self, scene: Scene) -> Turn:
         rng = self._rng
         names = [item.name for item in scene.items]
-        if rng.random() < 0.5:
-            asked = rng.choice(names)
-        else:  # half of the absent ones come from the same group as a present one
-            label = rng.choice(scene.items).label
-            group = self._groups[label] if label < len(self._names) else ""
-            near = self._by_group.get(group, self._pool)
-            asked = self._names[rng.choice(near if rng.random() < 0.5 else self._pool)]
+        asked = rng.choice(names) if names and rng.random() < 0.5 else self._not_there(scene)
         thing = with_article(asked)
         seen = "video" if scene.event else "picture"
         be = "Are" if is_plural(asked) else "Is"
@@ -257,8 +304,18 @@ class Questioner:
         )
         return Turn("yesno", question, "Yes." if asked in names else "No.")
 
+    def _not_there(self, scene: Scene) -> str:
+        """A name that is hardly there; half of them come from the group of a present one."""
+        rng = self._rng
+        near = self._pool
+        if scene.items:
+            label = rng.choice(scene.items).label
+            group = self._groups[label] if label < len(self._names) else ""
+            near = self._by_group.get(group, self._pool)
+        return self._names[rng.choice(near if rng.random() < 0.5 else self._pool)]
+
     def _colour(self, scene: Scene) -> Turn | None:
-        coloured = [item for item in self._single(scene) if item.colour]
+        coloured = [item for item in unique(scene.items) if item.colour]
         if not coloured:
             return None
         item = self._rng.choice(coloured)
@@ -271,38 +328,3 @@ class Questioner:
             )
         )
         return Turn("colour", question, sentence(str(item.colour)))
-
-    @staticmethod
-    def _single(scene: Scene) -> list[Item]:
-        """Items whose name occurs once."""
-        counts = Counter(item.name for item in scene.items)
-        return [item for item in scene.items if counts[item.name] == 1]
-
-
-def pair_turns(rng: random.Random, scenes: tuple[Scene, Scene], n_names: int) -> list[Turn]:
-    """Questions about two pictures in one message."""
-    first, second = (caption(scene.items, n_names) for scene in scenes)
-    out = [
-        Turn(
-            "pair",
-            rng.choice(("Describe both pictures.", "What do the two pictures show?")),
-            f"First: {first} Second: {second}",
-        )
-    ]
-    which = rng.randrange(2)
-    order = ("first", "second")[which]
-    out.append(
-        Turn(
-            "pair",
-            rng.choice((f"What is in the {order} picture?", f"Describe the {order} picture.")),
-            (first, second)[which],
-        )
-    )
-    only = [i.name for i in scenes[which].items]
-    other = {i.name for i in scenes[1 - which].items}
-    alone = [name for name in only if name not in other]
-    if alone:
-        thing = with_article(rng.choice(alone))
-        out.append(Turn("pair", f"Which picture shows {thing}?", f"The {order}."))
-    rng.shuffle(out)
-    return out

@@ -2,13 +2,14 @@
 
 ::
 
-    python -m k3vl.demo.train --init CHECKPOINT --atlas FOLDER --out FOLDER --seconds 430
+    python -m k3vl.demo.train --init CHECKPOINT --atlas FOLDER --out FOLDER --seconds 430 --ranks 4
 
 Data is drawn on the device from the atlas while CPU workers make up scenes and conversations. Loss:
 the answers, and the label of every visual token through a head that is not shipped. Muon on the
 matrices, AdamW on the rest, one cosine over the time there is. ``--init`` continues from a
 checkpoint: the optimisers start anew with a warm-up, the curriculum is skipped. The result is
 written as bfloat16 shards under K3's names; ``k3vl.demo.pack`` makes the 8-bit directory of it.
+``--ranks`` trains on so many devices of one machine: the batch of a step grows, its time does not.
 
 On CUDA this needs ``fla-core`` (the ``train`` extra). On a CPU it runs for tests, at toy sizes.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import start_processes
 
 from k3vl.checkpoint import save_checkpoint
 from k3vl.demo.atlas import load_atlas
@@ -36,6 +39,8 @@ from k3vl.demo.feed import DeviceBatch, Feed, Sources
 from k3vl.demo.muon import Muon
 from k3vl.demo.pack import CHECKPOINT, encode_bf16, read_tensors
 from k3vl.demo.quick_check import quick_check
+from k3vl.demo.ranks import Ranks
+from k3vl.demo.train_layers import Experts
 from k3vl.demo.train_model import DemoModel
 
 if TYPE_CHECKING:
@@ -51,8 +56,10 @@ _NOT_MATRICES = ("embed", "head", "vision.pos", "dense_head")
 _WARM_UP = 100  # steps
 _EARLY = 0.1  # share of a run from scratch with single small pictures only
 _BALANCE = 1e-3
+_SEEDS_APART = 1000
 _GROUND_WEIGHT = 0.1  # most cells are ground
 _LOG_EVERY = 50
+_RENEW_EVERY = 16  # steps; then a part of the sprites is drawn anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,8 @@ class Options:
         size: samples of a step; None fills the token budget of the recipe.
         check: items of every set of the closing check; 0 leaves it out.
         steps: end after so many steps; None trains until the time is over.
+        save_every: seconds between savings of the state so far, each in a folder of its own.
+        ranks: processes, each with a device of its own; ``workers`` are those of each.
     """
 
     atlas: Path
@@ -79,13 +88,15 @@ class Options:
     size: int | None
     check: int
     steps: int | None
+    save_every: float
+    ranks: int
 
 
 @dataclass(slots=True)
 class Journal:
-    """Losses since the last entry, and where entries go."""
+    """Losses since the last entry, and where entries go; None for processes that keep silent."""
 
-    file: TextIO
+    file: TextIO | None
     start: float
     samples: int = 0
     _sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -96,6 +107,8 @@ class Journal:
 
     def write(self, **values: object) -> None:
         """One JSON line, on disk and on the terminal."""
+        if self.file is None:
+            return
         line = json.dumps({"seconds": round(time.monotonic() - self.start, 1)} | values)
         print(line, flush=True)  # noqa: T201 - the log of a command
         self.file.write(line + "\n")
@@ -118,14 +131,15 @@ class Trainer:
     Args:
         options: settings.
         atlas: the drawings.
-        device: where to train.
+        ranks: this process among all.
     """
 
-    def __init__(self, options: Options, atlas: Atlas, device: torch.device) -> None:
+    def __init__(self, options: Options, atlas: Atlas, ranks: Ranks) -> None:
         torch.manual_seed(options.seed)
+        device = ranks.device
         self._options = options
-        self.device = device
-        self.composer = Composer(atlas, device, options.seed)
+        self._ranks = ranks
+        self.composer = Composer(atlas, device, options.seed + _SEEDS_APART * ranks.index)
         self.model = DemoModel(atlas.n_classes)
         if options.init is not None:
             self._load(options.init)
@@ -155,6 +169,8 @@ class Trainer:
         """
         answers, labels, accuracy = self._losses(batch)
         (answers + dense * labels).backward()
+        loads = [layer.mlp.load for layer in self.model.layers if isinstance(layer.mlp, Experts)]
+        self._ranks.average(list(self.model.parameters()), loads)
         self._muon.step(self._options.muon * scale)
         for group in self._adam.param_groups:
             group["lr"] = self._options.adam * scale
@@ -175,12 +191,25 @@ class Trainer:
         answers = (each * weight).sum() / weight.sum()
         guesses = self.model.labels(features).flatten(0, 2)
         labels = labels.flatten()
-        dense = F.cross_entropy(guesses, labels, weight=self._class_weights, ignore_index=IGNORED)
+        dense = F.cross_entropy(
+            guesses,
+            labels,
+            weight=self._class_weights,
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        # Charts have no labels at all.
+        known = torch.where(labels >= 0, self._class_weights[labels.clamp(min=0)], 0.0)
+        dense = dense / known.sum().clamp(min=1)
         with torch.no_grad():
             things = (labels >= 0) & (labels != len(self._class_weights) - 1)
             right = (guesses.argmax(-1) == labels) & things
             accuracy = right.sum() / things.sum().clamp(min=1)
         return answers, dense, accuracy
+
+    def align(self) -> None:
+        """Make the model the same in all processes."""
+        self._ranks.align([*self.model.parameters(), *self.model.buffers()])
 
     def _load(self, directory: Path) -> None:
         state = from_k3(read_tensors(directory))
@@ -204,34 +233,51 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and name not in _NOT_MATRICES and not name.endswith(".conv")
 
 
-def train(options: Options) -> dict[str, float]:
-    """Run it, and return the closing check's exact shares by set."""
-    start = time.monotonic()
+def train(options: Options) -> None:
+    """Run it, in one process or in several."""
     options.out.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (options, Path(folder) / "meeting", start)
+        if options.ranks == 1:
+            _train(0, *arguments)
+        else:
+            start_processes(_train, arguments, options.ranks, start_method="spawn")
+
+
+def _train(index: int, options: Options, meeting: Path, start: float) -> None:
+    """One process: its data, its device; the first one writes."""
+    ranks = Ranks(index, options.ranks)
     sources = Sources(options.atlas, CHECKPOINT / "tokenizer.json", options.size)
-    scratch = options.init is None
-    feed = Feed(sources, options.workers, early=scratch, seed=options.seed)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    _prepare(device)
-    atlas = load_atlas(options.atlas)
+    feed = Feed(
+        sources,
+        options.workers,
+        early=options.init is None,
+        seed=options.seed + _SEEDS_APART * index,
+    )
     with (options.out / "train.jsonl").open("a", encoding="utf-8") as file:
-        journal = Journal(file, start)
+        journal = Journal(file if ranks.is_first else None, start)
         try:
-            trainer = Trainer(options, atlas, device)
-            feed.start(device)
-            _loop(options, trainer, feed, journal)
+            ranks.join(meeting)
+            _prepare(ranks.device)
+            trainer = Trainer(options, load_atlas(options.atlas), ranks)
+            feed.start(ranks.device)
+            _loop(options, trainer, feed, journal, ranks)
         finally:
             feed.close()
+        ranks.leave()
+        if not ranks.is_first:
+            return
         trainer.save(options.out)
         journal.write(saved=str(options.out))
-        if not options.check:
-            return {}
-        # Without gradients every graph would be compiled once more, for one batch each.
-        torch.compiler.set_stance("force_eager")
-        exact = quick_check(trainer.model, trainer.composer, sources, options.check, device)
-        journal.write(check=exact)
-        (options.out / "check.json").write_text(json.dumps(exact, indent=1), encoding="utf-8")
-        return exact
+        if options.check:
+            # Without gradients every graph would be compiled once more, for one batch each.
+            torch.compiler.set_stance("force_eager")
+            model, composer = trainer.model, trainer.composer
+            exact = quick_check(model, composer, sources, options.check, ranks.device)
+            journal.write(check=exact)
+            text = json.dumps(exact, indent=1)
+            (options.out / "check.json").write_text(text, encoding="utf-8")
 
 
 def _prepare(device: torch.device) -> None:
@@ -246,32 +292,43 @@ def _prepare(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
 
 
-def _loop(options: Options, trainer: Trainer, feed: Feed, journal: Journal) -> None:
-    begin = time.monotonic()
-    end = journal.start + options.seconds
+def _loop(options: Options, trainer: Trainer, feed: Feed, journal: Journal, ranks: Ranks) -> None:
+    begin = ranks.agree(time.monotonic())
+    length = max(journal.start + options.seconds - begin, 1e-3)
     scratch = options.init is None
     waited = 0.0
     step = 0
-    while time.monotonic() < end and step != options.steps:
-        over = (time.monotonic() - begin) / max(end - begin, 1e-3)
+    sound = True
+    saved = time.monotonic()
+    while step != options.steps:
+        over = ranks.agree((time.monotonic() - begin) / length if sound else math.inf)
+        if over >= 1:
+            break
         if scratch and over > _EARLY:
             feed.all_buckets()
-        scale = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(over, 1.0)))
+        scale = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * over))
         asked = time.monotonic()
         batch = feed.next()
         waited += time.monotonic() - asked
         begun = time.monotonic()
         losses = trainer.step(batch, scale, 1.0 - 0.7 * over)
         journal.add(batch.bucket.name, losses)
-        journal.samples += len(batch.arrays["ids"])
+        journal.samples += len(batch.arrays["ids"]) * ranks.count
         step += 1
         if step <= 12:  # compilation and autotuning show here
             losses.tolist()
             took = round(time.monotonic() - begun, 2)
             journal.write(step=step, bucket=batch.bucket.name, took=took)
-        if step % _LOG_EVERY == 0 and not journal.flush(step, scale):
-            journal.write(stopped="a loss is not finite")
-            return
+        if step % _RENEW_EVERY == 0:
+            trainer.composer.renew()
+        if step % _LOG_EVERY == 0:
+            trainer.align()
+            sound = journal.flush(step, scale)
+            if ranks.is_first and sound and time.monotonic() - saved > options.save_every:
+                saved = time.monotonic()
+                trainer.save(options.out / f"step-{step}")
+    if not sound:
+        journal.write(stopped="a loss is not finite")
     journal.write(steps=step, samples=journal.samples, waited=round(waited, 1))
 
 
@@ -289,6 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, help="samples of a step")
     parser.add_argument("--check", type=int, default=512, help="items a set; 0 for no check")
+    parser.add_argument("--save-every", type=float, default=600, help="seconds")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one on each device")
     parser.add_argument("--steps", type=int, help="end after so many steps")
     args = parser.parse_args(arguments)
     fresh = args.init is None

@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-STRIP_HEIGHT, STRIP_WIDTH = 32, 192
+STRIP_HEIGHT, STRIP_WIDTH = 48, 256
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-HELD_FONTS = ("DejaVuSerifCondensed-Italic",)
+HELD_FONTS = (
+    "DejaVuSerifCondensed-Italic",
+    "ComicNeue-Regular",
+    "EBGaramond12-Regular",
+    "Humor-Sans",
+)
 _SYSTEM_FONTS = Path("/usr/share/fonts/truetype/dejavu")
-_POINTS = 28
+_POINTS = 42
 
 
 def word_list(names: Iterable[str], *, unseen: bool) -> list[str]:
@@ -40,7 +45,7 @@ def _is_unseen(word: str) -> bool:
     return int(digest, 16) % 10 == 0
 
 
-def draw_text(rng: random.Random, words: Sequence[str], *, letters: float = 0.15) -> str:
+def draw_text(rng: random.Random, words: Sequence[str], *, letters: float = 0.25) -> str:
     """A word, a code of letters and digits, or a string of letters only.
 
     Args:
@@ -50,10 +55,16 @@ def draw_text(rng: random.Random, words: Sequence[str], *, letters: float = 0.15
     """
     kind = rng.random()
     if kind < letters:
-        return "".join(rng.choice(ALPHABET[:26]) for _ in range(rng.randint(2, 7)))
-    if kind < 0.6:
+        return "".join(rng.choice(ALPHABET[:26]) for _ in range(rng.randint(2, 8)))
+    if kind < 0.65:
         return rng.choice(words)
     return "".join(rng.choice(ALPHABET) for _ in range(rng.randint(2, 6)))
+
+
+def draw_number(rng: random.Random) -> str:
+    """One to six digits; the first of several is not zero."""
+    length = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6))
+    return str(rng.randrange(10 ** (length - 1) if length > 1 else 0, 10**length))
 
 
 def find_fonts(folder: Path, *, held: bool = False) -> tuple[str, ...]:
@@ -63,7 +74,8 @@ def find_fonts(folder: Path, *, held: bool = False) -> tuple[str, ...]:
         ConfigError: there is none.
     """
     for place in (folder / "fonts", _SYSTEM_FONTS):
-        found = [p for p in sorted(place.glob("*.ttf")) if (p.stem in HELD_FONTS) == held]
+        files = sorted([*place.glob("*.ttf"), *place.glob("*.otf")])
+        found = [p for p in files if (p.stem in HELD_FONTS) == held]
         if found:
             return tuple(str(path) for path in found)
     raise ConfigError(f"no {'held-out ' if held else ''}fonts in {folder / 'fonts'}")
@@ -80,14 +92,14 @@ class Printer:
     def __init__(self, fonts: Sequence[str], seed: int = 0) -> None:
         self._fonts = [ImageFont.truetype(path, _POINTS) for path in fonts]
         self._rng = random.Random(seed)  # noqa: S311 - fonts, not secrets
-        self._draw = lru_cache(60_000)(self._render)
+        self._draw = lru_cache(12_000)(self._render)
 
     def strip(self, text: str) -> NDArray[np.uint8]:
-        """[32, 192] alpha of ``text`` stretched over the whole strip."""
+        """[48, 256] alpha of ``text`` stretched over the whole strip."""
         return self._draw(text, self._rng.randrange(len(self._fonts)))
 
     def strips(self, texts: Sequence[str | None]) -> NDArray[np.uint8]:
-        """[n, 32, 192]; zeros where there is no text."""
+        """[n, 48, 256]; zeros where there is no text."""
         out = np.zeros((len(texts), STRIP_HEIGHT, STRIP_WIDTH), np.uint8)
         for row, text in zip(out, texts, strict=True):
             if text:

@@ -14,15 +14,16 @@ from k3vl.demo.pack import CHECKPOINT
 from k3vl.demo.words import Printer, find_fonts
 
 atlas = load_atlas(Path(sys.argv[1]))
-maker = BatchMaker(atlas, Chat(CHECKPOINT / "tokenizer.json"), 3)
-printer = Printer(find_fonts(atlas.folder), 1)
+fonts = find_fonts(atlas.folder)
+maker = BatchMaker(atlas, Chat(CHECKPOINT / "tokenizer.json"), 3, fonts)
+printer = Printer(fonts, 1)
 composer = Composer(atlas, "cpu", 1)
 for bucket in BUCKETS:
     if bucket.name not in ("img56", "vid112short", "port"):
         continue
     arrays = to_device(maker.batch(bucket, 2), printer, torch.device("cpu")).arrays
     layers = composer._layers(arrays, bucket.height, bucket.width, bucket.frames, 1, True)
-    expected, slots = paint_reference(composer._sprites, layers)
-    picture, own_slots = paint(composer._sprites, layers)
+    expected, slots = paint_reference(composer._bank.packed, layers)
+    picture, own_slots = paint(composer._bank.packed, layers)
     assert (picture - expected).abs().max() < 1e-4, bucket.name
     assert (slots == own_slots).all(), bucket.name

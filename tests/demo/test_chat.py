@@ -3,11 +3,24 @@ import random
 import pytest
 
 from k3vl.config import load_media_config
-from k3vl.demo.batches import BUCKETS, SAMPLE_FPS, BatchMaker, clip_times, timestamp
+from k3vl.demo.batches import BUCKETS, BatchMaker
 from k3vl.demo.chat import Chat, Media, Style
+from k3vl.demo.clips import SAMPLE_FPS, clip_times, timestamp
+from k3vl.demo.forms import JSON_OBJECT_NOTICE
 from k3vl.demo.pack import CHECKPOINT
-from k3vl.demo.tasks import Turn
-from k3vl.types import ChatOptions, MediaGroup, MediaLayout, MediaPart, Message, TextPart
+from k3vl.demo.scene import SceneMaker, SceneOptions
+from k3vl.demo.tool_tasks import FORBIDDEN, REQUIRED, declare, random_tool, tool_turn
+from k3vl.demo.turns import Call, Turn
+from k3vl.demo.words import find_fonts
+from k3vl.types import (
+    ChatOptions,
+    MediaGroup,
+    MediaLayout,
+    MediaPart,
+    Message,
+    TextPart,
+    ToolCall,
+)
 from k3vl.vision.plan import format_timestamp, sample_frames
 from k3vl.xtml.render import render
 from k3vl.xtml.tokenizer import encode, load_tokenizer
@@ -82,6 +95,69 @@ def test_rows_are_what_the_renderer_writes(chat, tokenizer, media, style):
     assert pads == [at + k for at, m in zip(row.media, media, strict=True) for k in range(m.tokens)]
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("kind", ["count", "caption", "tags", "log"])
+def test_tool_rows_are_what_the_renderer_writes(chat, tokenizer, kind, thinking):
+    rng = random.Random(kind)
+    tools = [random_tool(rng, kind), random_tool(rng, "tags")]
+    arguments = {"name": "fox", "number": 3, "names": ["fox", "owl"]}
+    turn = Turn("tool", "Do it.", "Done.", "I call.", (Call(tools[0].name, arguments),), ("ok",))
+    style = Style(thinking=thinking, effort="low", tools=declare(tools))
+    row = chat.row((), (turn, TURNS[0]), style, limit=10_000)
+    messages = [
+        Message(role="user", parts=(TextPart(turn.question),)),
+        Message(
+            role="assistant",
+            parts=(),
+            reasoning=turn.thought,
+            tool_calls=(ToolCall(name=tools[0].name, arguments=arguments, id="1"),),
+        ),
+        Message(role="tool", parts=(TextPart("ok"),), tool_call_id="1"),
+        Message(role="assistant", parts=(TextPart("Done."),)),
+        Message(role="user", parts=(TextPart(TURNS[0].question),)),
+        Message(role="assistant", parts=(TextPart(TURNS[0].answer),), reasoning=TURNS[0].thought),
+    ]
+    options = ChatOptions(thinking=thinking, thinking_effort="low", add_generation_prompt=False)
+    declarations = [tool.declaration() for tool in tools]
+    segments = render(messages, tools=declarations, options=options)
+    assert row.ids == list(encode(segments, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("notice", "options"),
+    [
+        (REQUIRED, ChatOptions(thinking=False, tool_choice="required")),
+        (FORBIDDEN, ChatOptions(thinking=False, tool_choice="none")),
+        (JSON_OBJECT_NOTICE, ChatOptions(thinking=False, response_format="json_object")),
+    ],
+)
+def test_a_notice_stands_where_the_template_puts_it(chat, tokenizer, notice, options):
+    turn = Turn("json", "As JSON.", "[]", notice=notice)
+    row = chat.row((), (turn, TURNS[0]), Style(), limit=10_000)
+    assert row.turns == [turn], "nothing follows a turn with a notice"
+    message = Message(role="user", parts=(TextPart(turn.question),))
+    prompt = list(encode(render([message], options=options), tokenizer))
+    assert row.ids[: len(prompt)] == prompt
+    assert row.answers[0][0] == len(prompt)
+
+
+def test_declared_arguments_are_the_ones_called(atlas):
+    maker = SceneMaker(atlas, 3)
+    rng = random.Random(1)
+    called = 0
+    for _ in range(100):
+        tool = random_tool(rng, rng.choice(("count", "caption", "tags", "log")))
+        turn = tool_turn(rng, maker.scene(SceneOptions()), tool, lambda items: "A fox.")
+        if turn is None:
+            continue
+        called += 1
+        declared = tool.declaration()["function"]
+        (call,) = turn.calls
+        assert call.tool == declared["name"]
+        assert list(call.arguments) == declared["parameters"]["required"]
+    assert called > 50
+
+
 def test_targets_are_the_assistants_tokens(chat):
     row = chat.row((Media("image 28x28", 1),), TURNS, Style(thinking=True), limit=1000)
     said = [chat.decode(row.ids[start:end]) for start, end in row.answers]
@@ -112,7 +188,8 @@ def test_clip_times_are_those_of_the_processors_plan(rate, frames):
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda b: b.name)
 def test_batches_keep_their_shapes(atlas, chat, bucket):
-    batch = BatchMaker(atlas, chat, random.Random(bucket.name).randrange(1000)).batch(bucket, 3)
+    seed = random.Random(bucket.name).randrange(1000)
+    batch = BatchMaker(atlas, chat, seed, find_fonts(atlas.folder)).batch(bucket, 3)
     assert batch.ids.shape == (3, bucket.row)
     assert batch.slots.shape == (3, len(bucket.runs), bucket.visual)
     assert batch.geometry.shape[:2] == (3 * bucket.pictures, bucket.frames)

@@ -3,9 +3,11 @@ import math
 
 import pytest
 import torch
+import torch.multiprocessing
 
 from k3vl.demo import train
 from k3vl.demo.muon import Muon, orthogonal
+from k3vl.demo.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,41 @@ def test_a_run_can_be_continued(atlas_folder, tmp_path):
     files = sorted((tmp_path / "two").iterdir())
     assert len(files) <= 8
     assert max(file.stat().st_size for file in files) < 16 * 2**20
+
+
+def test_two_processes_train_one_model(atlas_folder, tmp_path):
+    lines = _run(atlas_folder, tmp_path, "--ranks", "2")
+    (end,) = [line for line in lines if "samples" in line and "steps" in line]
+    assert end["steps"] == 2
+    assert end["samples"] == 4, "one sample of each process in a step"
+
+
+def _averaged(index, meeting, out):
+    ranks = Ranks(index, 2)
+    ranks.join(meeting)
+    layer = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.weight.fill_(index)
+        layer.bias.fill_(index)
+    layer(torch.full((1, 3), 1.0 + index)).sum().backward()
+    load = torch.tensor([float(index)])
+    ranks.average(list(layer.parameters()), [load])
+    told = ranks.agree(5.0 + index)
+    ranks.align(list(layer.parameters()))
+    gradients = [p.grad.clone() for p in layer.parameters()]
+    torch.save([gradients, load, told, layer.weight.detach()], out / f"{index}.pt")
+    ranks.leave()
+
+
+def test_gradients_are_averaged_and_decisions_shared(tmp_path):
+    torch.multiprocessing.spawn(_averaged, (tmp_path / "meeting", tmp_path), 2)
+    for index in range(2):
+        gradients, load, told, weight = torch.load(tmp_path / f"{index}.pt")
+        assert gradients[0].tolist() == [[1.5] * 3] * 2
+        assert gradients[1].tolist() == [1.0, 1.0]
+        assert load.tolist() == [0.5]
+        assert told == 5.0
+        assert weight.abs().sum() == 0, "the first process's values"
 
 
 def test_orthogonal_keeps_directions_and_evens_lengths():

@@ -186,3 +186,27 @@ def test_the_command_captions_the_folder() -> None:
     captions = dict(line.split(": ", 1) for line in lines)
     assert captions[str(EXAMPLES / "fox-kite-bus.png")] == "A fox, a kite and a bus."
     assert captions[str(EXAMPLES / "sailboat.mp4")] == "A sailboat moves from left to right."
+
+
+def test_the_package_measures_itself() -> None:
+    """``k3vl eval`` with the real model over a part of the questions that come with it."""
+    result = CliRunner().invoke(cli, ["eval", "--quick", "--only", "yes", "--blanks", "8"])
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.stdout.splitlines() if "yes or no" in line)
+    value, blank = (float(cell.split("%")[0].split()[-1]) for cell in row.split(" % ")[:2])
+    assert value > 90
+    assert blank <= 75, "mostly No: a grey picture shows nothing"
+
+
+def test_confidence_is_told_with_log_probabilities(demo) -> None:
+    plain = demo.reply(question(LABELS[0]))
+    asked = demo.reply(question(LABELS[0]), sampling=SamplingParams(logprobs=0))
+    assert plain.confidence is None
+    assert asked.content == plain.content
+    assert 0.5 < asked.confidence <= 1
+    noise = Image.effect_noise((224, 224), 90).convert("RGB")
+    parts = (MediaPart("image", noise), TextPart("What is this?"))
+    unsure = demo.reply(
+        [Message(role="user", parts=parts)], sampling=SamplingParams(logprobs=0)
+    ).confidence
+    assert unsure < asked.confidence
