@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("k3vl.app", "k3vl.__main__"),
-    ("k3vl.demo", "k3vl.hf"),
+    ("k3vl.demo", "k3vl.hf", "k3vl.sglang"),
     (
         *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
         "k3vl.rollouts",
@@ -22,7 +22,7 @@ LAYERS = (
     ("k3vl.errors",),
 )
 """From top to bottom."""
-SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm", "k3vl.demo", "k3vl.hf")
+SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm", "k3vl.demo", "k3vl.hf", "k3vl.sglang")
 SOURCES = {"k3vl": "k3vl", "kernels": "k3vl.kernels", "app": "k3vl.app"}
 """Real folders -> package names; the links inside k3vl are skipped."""
 
