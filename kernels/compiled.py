@@ -12,8 +12,11 @@ about the last bit. Numbers that are not finite keep their meaning.
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numba import carray, njit, types
@@ -28,6 +31,33 @@ ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer in 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693145751953125), np.float32(1.42860677e-6)
 SMALLEST, LARGEST = np.float32(-87.0), np.float32(88.0)
+
+
+def sources_digest(folder: Path) -> str:
+    """A name for the text of all compiled kernels in a folder: this file and every ``cpu.py``."""
+    digest = sha256()
+    for path in sorted([folder / "compiled.py", *folder.glob("*/cpu.py")]):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+_FOLDER = Path(__file__).parent
+_CACHE = _FOLDER / "__pycache__" / f"compiled-{sources_digest(_FOLDER)}"
+
+
+def compiled(function: Any) -> Any:
+    """Compile at the first call, and keep the result on disk.
+
+    numba compares a kept result with the file of the function alone, and would run stale code after
+    a change in anything that it calls. Here all kernels of one text have a folder of their own;
+    where it cannot be written, numba takes the user's cache directory.
+    """
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(_CACHE)  # read while the function is wrapped
+    try:
+        return njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
 
 
 def address(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:

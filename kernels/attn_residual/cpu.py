@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from k3vl.kernels.attn_residual import check_shapes
-from k3vl.kernels.compiled import EXACT, address, dot, exp, floats
+from k3vl.kernels.compiled import address, compiled, dot, exp, floats
 from k3vl.kernels.rms_norm.cpu import normalise
 
 
@@ -25,7 +24,7 @@ def attn_residual_cpu(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _attn_residual(
     rows: int,
     depth_stride: int,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from k3vl.kernels.compiled import EXACT, address, alive, product
+from k3vl.kernels.compiled import EXACT, address, alive, compiled, product
 from k3vl.kernels.gated_mlp import check_shapes
 from k3vl.kernels.situ.cpu import activate, constants
 
@@ -30,7 +30,7 @@ def gated_mlp_cpu(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _gated_mlp(
     x: int,
     x_stride: int,

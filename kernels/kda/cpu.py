@@ -13,7 +13,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import EXACT, address, alive, dot, exp, floats, ints, sigmoid
+from k3vl.kernels.compiled import EXACT, address, alive, compiled, dot, exp, floats, ints, sigmoid
 from k3vl.kernels.kda import check_sequences, check_shapes
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _run(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _recurrence(
     qkv: int,
     qkv_stride: int,

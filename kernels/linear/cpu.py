@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from numba import njit
 
-from k3vl.kernels.compiled import EXACT, address, product
+from k3vl.kernels.compiled import address, compiled, product
 from k3vl.kernels.linear import check_shapes
 
 
@@ -19,7 +18,7 @@ def linear_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _linear(
     x: int, x_stride: int, rows: int, weight: int, inner: int, outputs: int, out: int
 ) -> None:

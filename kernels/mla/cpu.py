@@ -11,7 +11,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import EXACT, address, dot, exp, floats, ints
+from k3vl.kernels.compiled import EXACT, address, compiled, dot, exp, floats, ints
 from k3vl.kernels.mla.layer import check_shapes
 
 
@@ -73,7 +73,7 @@ def _run(
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _attend(
     q: int,
     q_stride: int,

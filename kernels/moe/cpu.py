@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from k3vl.kernels.compiled import EXACT, address, alive, floats, product, sigmoid
+from k3vl.kernels.compiled import EXACT, address, alive, compiled, floats, product, sigmoid
 from k3vl.kernels.gated_mlp.cpu import gated_mlp_rows
 from k3vl.kernels.moe.latent import check_shapes
 from k3vl.kernels.rms_norm.cpu import normalise
@@ -42,7 +42,7 @@ def latent_moe_cpu(x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _latent_moe(
     x: int,
     x_stride: int,

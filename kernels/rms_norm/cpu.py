@@ -7,7 +7,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import EXACT, address, dot, floats
+from k3vl.kernels.compiled import EXACT, address, compiled, dot, floats
 
 
 def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -23,7 +23,7 @@ def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     return out
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _rms_norm(
     x: int, stride: int, rows: int, weight: int, width: int, eps: float, out: int
 ) -> None:

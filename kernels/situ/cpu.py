@@ -7,7 +7,7 @@ import torch
 from numba import njit
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.compiled import EXACT, address, floats, sigmoid, tanh
+from k3vl.kernels.compiled import EXACT, address, compiled, floats, sigmoid, tanh
 from k3vl.kernels.situ import GatedActivation, SituGLU
 
 
@@ -32,7 +32,7 @@ def constants(activation: GatedActivation) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-@njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")
+@compiled
 def _glu(
     gate_up: int, stride: int, rows: int, inner: int, out: int, beta: float, linear_beta: float
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.choice import choose, cpu_kernels, reference_kernels
-from k3vl.kernels.compiled import EXACT, exp, floats, sigmoid, tanh
+from k3vl.kernels.compiled import EXACT, exp, floats, sigmoid, sources_digest, tanh
 from k3vl.kernels.moe.latent import MoEWeights
+from k3vl.kernels.rms_norm import cpu as rms_norm_on_cpu
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 from k3vl.kernels.situ.cpu import glu_cpu
 
@@ -308,3 +310,21 @@ def test_the_choice_is_one_value_with_a_reason(monkeypatch) -> None:
     without = choose(where, torch.float32)
     assert without.name == "reference"
     assert "numba" in without.reason
+
+
+def test_kept_code_belongs_to_the_text_of_all_kernels(tmp_path: Path) -> None:
+    helper, kernel = tmp_path / "compiled.py", tmp_path / "op" / "cpu.py"
+    kernel.parent.mkdir()
+    helper.write_text("one")
+    kernel.write_text("two")
+    before = sources_digest(tmp_path)
+    helper.write_text("else")
+    assert sources_digest(tmp_path) != before
+    helper.write_text("one")
+    assert sources_digest(tmp_path) == before
+
+
+def test_kernels_are_kept_under_that_name() -> None:
+    folder = Path(rms_norm_on_cpu.__file__).parents[1]
+    kept = rms_norm_on_cpu._rms_norm.stats.cache_path
+    assert f"compiled-{sources_digest(folder)}" in kept
