@@ -208,16 +208,36 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
 @click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
 @_count("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
 @_count("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "sglang"]),
+    default="embedded",
+    show_default=True,
+    help="What runs the model: ours, or an SGLang that is installed beside it.",
+)
+@click.option("--direct", is_flag=True, help="sglang: leave its own server to the clients.")
+@click.option("--parity", is_flag=True, help="sglang: pictures go its own way, to the byte.")
+@click.option("--start-seconds", default=3600.0, show_default=True, help="sglang: longest start.")
+@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def serve(**options: Any) -> None:
     """Serve the OpenAI-compatible API: /v1/chat/completions, /v1/models, /v1/tokenize.
 
-    Also /health, /ready, /metrics and /openapi.json.
+    Also /health, /ready, /metrics and /openapi.json. With --engine sglang any option of SGLang may
+    follow a --, for one machine or one rank of several.
     """
     try:
         from k3vl.app.launch import ServeOptions, launch
+        from k3vl.app.sglang_launch import EngineOptions, launch_sglang
     except ModuleNotFoundError as exc:
         raise ConfigError(f"{exc.name} is missing: pip install 'k3vl[serve]'") from exc
-    launch(ServeOptions(**options))
+    names = EngineOptions.__dataclass_fields__
+    engine = EngineOptions(**{name: options.pop(name) for name in names})
+    if engine.engine == "sglang":
+        launch_sglang(ServeOptions(**options), engine)
+    elif engine.engine_args or engine.direct or engine.parity:
+        raise ConfigError("--direct, --parity and options behind a -- are for --engine sglang")
+    else:
+        launch(ServeOptions(**options))
 
 
 @cli.group()

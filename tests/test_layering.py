@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("k3vl.app", "k3vl.__main__"),
-    ("k3vl.demo", "k3vl.hf"),
+    ("k3vl.demo", "k3vl.hf", "k3vl.sglang"),
     (
         *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
         "k3vl.rollouts",

@@ -189,6 +189,14 @@ class MediaWorkers:
         self._threads.shutdown()
         self._fetchers.shutdown(wait=False)
 
+    def kill(self) -> None:
+        """End the idle workers at once, from outside of the loop; the pool is no use after it."""
+        self._is_closed = True
+        for worker in self._idle:
+            worker.kill()
+            worker.reap()
+        self._idle.clear()
+
     async def _source(self, part: MediaPart) -> str | bytes:
         """What a worker can take: a URL that needs no network, or a file's bytes."""
         source = part.source

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def options(*arguments: object) -> ServeOptions:
     """What the command line makes of some arguments."""
     context = cli.commands["serve"].make_context("serve", list(map(str, arguments)))
-    return ServeOptions(**context.params)
+    return ServeOptions(
+        **{name: context.params[name] for name in ServeOptions.__dataclass_fields__}
+    )
 
 
 def test_it_listens_to_this_machine_only_by_default() -> None:

@@ -1,0 +1,48 @@
+"""The entry point ``sglang.srt.plugins``: called by SGLang once in each of its processes.
+
+SGLang logs a plugin that fails and goes on without it, so whoever starts SGLang must look whether
+this one works (``k3vl serve --engine sglang`` does). What a process needs beyond this is installed
+by the processor that SGLang makes in it (``processors``), because only the processes that read
+requests make one, and because some of them call no entry points.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import version
+from typing import Final
+
+from k3vl import __version__
+from k3vl.errors import ConfigError
+
+SUPPORTED: Final = ("0.5.23",)
+"""Releases that every test of ``tests/sglang`` was run against."""
+ARCHITECTURE: Final = "KimiK3ForConditionalGeneration"
+PROCESSORS_VARIABLE: Final = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"
+PROCESSORS_PACKAGE: Final = "k3vl.sglang.processors"
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Put our processor in the place of SGLang's own for Kimi K3; other models do not notice.
+
+    Raises:
+        ConfigError: a release that is not supported, or another package's processors are asked for.
+    """
+    check_version(version("sglang"))
+    asked = os.environ.setdefault(PROCESSORS_VARIABLE, PROCESSORS_PACKAGE)
+    if asked != PROCESSORS_PACKAGE:
+        raise ConfigError(f"{PROCESSORS_VARIABLE} names {asked}; SGLang takes one such package")
+    log.info("k3vl %s: images and video for Kimi K3", __version__)
+
+
+def check_version(found: str) -> None:
+    """Refuse releases whose inner parts may differ from what was tested.
+
+    Raises:
+        ConfigError: not one of :data:`SUPPORTED`.
+    """
+    if found not in SUPPORTED:
+        raise ConfigError(f"SGLang {found} is installed; k3vl supports {', '.join(SUPPORTED)}")

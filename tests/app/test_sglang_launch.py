@@ -1,0 +1,264 @@
+"""``k3vl serve --engine sglang`` around a process that behaves like SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from k3vl.app.cli import cli
+from k3vl.app.launch import ServeOptions
+from k3vl.app.sglang_engine import SGLangCommand, check, option
+from k3vl.app.sglang_launch import EngineOptions, sglang_command
+from k3vl.errors import ConfigError
+from k3vl.sglang.plugin import SUPPORTED
+from k3vl.sglang.settings import PluginSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "tests" / "golden" / "sglang_tiny"
+
+
+def install(directory: Path, version: str = SUPPORTED[0], plugin: str = "k3vl") -> Path:
+    """A package called sglang of some release, in a folder for the path."""
+    (directory / "sglang").mkdir(parents=True)
+    (directory / "sglang" / "__init__.py").touch()
+    shutil.copy(Path(__file__).parent / "fake_sglang.py", directory / "sglang" / "launch_server.py")
+    info = directory / f"sglang-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugin} = json:loads\n")
+    return directory
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Launched:
+    """The command in a process of its own, around the fake."""
+
+    def __init__(self, tmp_path: Path, *options: str, behave: dict[str, Any]) -> None:
+        self.pids = tmp_path / "pids"
+        behave = {"pids": str(self.pids), **behave}
+        path = install(tmp_path / "site")
+        line = [sys.executable, "-m", "k3vl", "serve", "--engine", "sglang", "--direct"]
+        line += ["--model", str(TINY), "--port", str(free_port()), "--shutdown-seconds", "5"]
+        self.process = subprocess.Popen(
+            [*line, *options],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(path), "FAKE_SGLANG": json.dumps(behave)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, words: str) -> None:
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if words in line:
+                return
+        pytest.fail("".join(lines))
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+    def nothing_is_left(self) -> bool:
+        end = time.monotonic() + 20
+        pids = [int(pid) for pid in self.pids.read_text().split()]
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return not any(map(psutil.pid_exists, pids))
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Callable[..., Launched]:
+    def launch(*options: str, **behave: Any) -> Launched:
+        return Launched(tmp_path, *options, behave=behave)
+
+    return launch
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_it_runs_until_it_is_told_to_stop(
+    launched: Callable[..., Launched], signum: signal.Signals, code: int
+) -> None:
+    run = launched("--api-key", "a-long-enough-key", start=1.0)
+    run.wait_for("the plugin is active")
+    run.process.send_signal(signum)
+    assert run.end()[0] == code
+    assert run.nothing_is_left()
+
+
+def test_a_plugin_that_failed_ends_the_start(launched: Callable[..., Launched]) -> None:
+    run = launched(plugin=False)
+    code, output = run.end()
+    assert code == 1
+    assert "Error: SGLang runs, but without the plugin of k3vl" in output
+    assert run.nothing_is_left()
+
+
+def test_a_start_that_fails_is_an_error(launched: Callable[..., Launched]) -> None:
+    code, output = launched(dies=True).end()
+    assert code == 1
+    assert "Error: SGLang ended during its start (exit code 3)" in output
+
+
+def test_a_death_is_noticed(launched: Callable[..., Launched]) -> None:
+    run = launched(dies_later=True)
+    code, output = run.end()
+    assert code == 1
+    assert "Error: SGLang ended (exit code -9)" in output
+    assert run.nothing_is_left()
+
+
+def test_a_start_may_not_take_for_ever(launched: Callable[..., Launched]) -> None:
+    run = launched("--start-seconds", "2", start=1000.0)
+    code, output = run.end()
+    assert code == 1
+    assert "Error: SGLang is not ready after 2 s" in output
+    assert run.nothing_is_left()
+
+
+def test_a_later_rank_is_not_asked(launched: Callable[..., Launched]) -> None:
+    run = launched("--", "--nnodes", "2", "--node-rank=1", plugin=False)
+    run.wait_for("SGLang is ready")
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.terminate()
+    assert run.end()[0] == 143
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def command_of(*arguments: object) -> SGLangCommand:
+    context = cli.commands["serve"].make_context("serve", list(map(str, arguments)))
+    values = context.params
+    serve = ServeOptions(**{name: values[name] for name in ServeOptions.__dataclass_fields__})
+    engine = EngineOptions(**{name: values[name] for name in EngineOptions.__dataclass_fields__})
+    return sglang_command(serve, engine)
+
+
+def test_our_options_reach_sglang(tmp_path: Path) -> None:
+    command = command_of(
+        *("--model", TINY, "--host", "0.0.0.0", "--port", 7, "--api-key", "long-enough-key"),
+        *("--served-model-name", "k3", "--max-videos", 3, "--parity", "--max-media-mib", 1),
+        *("--allowed-media-path", tmp_path, "--", "--tp", "16", "--enable-symm-mem"),
+    )
+    line = command.line()
+    assert line[1:3] == ["-m", "sglang.launch_server"]
+    assert line[-3:] == ["--tp", "16", "--enable-symm-mem"]
+    for name, value in {
+        "--model-path": str(TINY),
+        "--host": "0.0.0.0",
+        "--port": "7",
+        "--api-key": "long-enough-key",
+        "--served-model-name": "k3",
+        "--reasoning-parser": "kimi_k3",
+        "--tool-call-parser": "kimi_k3",
+    }.items():
+        assert option(line, name) == value
+    assert json.loads(option(line, "--limit-mm-data-per-request") or "")["video"] == 3
+    settings = PluginSettings.from_process_config(
+        json.loads(option(line, "--mm-process-config") or "")
+    )
+    assert settings.parity
+    assert settings.max_media_bytes == 2**20
+    assert settings.media_root == str(tmp_path)
+    assert command.url == "http://127.0.0.1:7"
+    assert "long-enough-key" not in command.shown()
+
+
+def test_sglang_s_own_options_win() -> None:
+    command = command_of("--model", TINY, "--", "--tool-call-parser=other")
+    assert [word for word in command.line() if "tool-call-parser" in word] == [
+        "--tool-call-parser=other"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answers"),
+    [
+        ((), True),
+        (("--node-rank", "0"), True),
+        (("--node-rank=1",), False),
+        (("--encoder-only",), False),
+    ],
+)
+def test_who_answers_chats(arguments: tuple[str, ...], answers: bool) -> None:
+    assert command_of("--model", TINY, "--", *arguments).answers_chats is answers
+
+
+@pytest.mark.parametrize("arguments", [(), ("--model", "demo")])
+def test_a_checkpoint_must_be_named(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="needs --model DIR"):
+        command_of(*arguments)
+
+
+def test_one_key_and_one_name() -> None:
+    with pytest.raises(ConfigError, match="takes one --api-key"):
+        command_of("--model", TINY, "--api-key", "long-enough-1", "--api-key", "long-enough-2")
+
+
+def on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def test_another_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_path(monkeypatch, install(tmp_path, version="0.5.16"))
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.16 is installed"):
+        check(command_of("--model", TINY))
+
+
+def test_a_plugin_that_is_switched_off_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_the_path(monkeypatch, install(tmp_path))
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, another")
+    with pytest.raises(ConfigError, match="leaves out k3vl"):
+        check(command_of("--model", TINY))
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, k3vl")
+    check(command_of("--model", TINY))
+
+
+@pytest.mark.parametrize("argument", ["--port", "--mm-process-config={}", "--model-path"])
+def test_an_option_is_not_set_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    on_the_path(monkeypatch, install(tmp_path))
+    with pytest.raises(ConfigError, match="is set by k3vl serve"):
+        check(command_of("--model", TINY, "--", argument))
+
+
+def test_a_directory_without_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_the_path(monkeypatch, install(tmp_path / "site"))
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check(command_of("--model", tmp_path))
+
+
+def test_other_engines_take_none_of_it() -> None:
+    from click.testing import CliRunner
+
+    result = CliRunner().invoke(cli, ["serve", "--", "--tp", "2"])
+    assert result.exit_code == 1
+    assert "are for --engine sglang" in result.output

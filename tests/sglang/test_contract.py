@@ -1,0 +1,145 @@
+"""Every name of SGLang that the plugin touches; one that moves fails here, with a sentence."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.metadata import entry_points, version
+from typing import Any
+
+import pytest
+
+from k3vl.sglang.plugin import PROCESSORS_VARIABLE, SUPPORTED
+
+NAMES = {
+    "sglang.srt.environ:envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "names our processors",
+    "sglang.srt.managers.multimodal_processor:import_processors": "imports our processors",
+    "sglang.srt.plugins:load_plugins": "calls our entry point",
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:_BUILDERS": "takes our chat encoder",
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatEncodingAdapter.encode_messages": (
+        "is what our chat encoder implements"
+    ),
+    "sglang.srt.entrypoints.openai.chat_encoding:resolve_chat_encoding_spec": (
+        "says that K3's chats are encoded by 'kimi_k3'"
+    ),
+    "sglang.srt.runtime_context:get_mm": "holds mm_process_config and allowed_media_domains",
+    "sglang.srt.runtime_context:get_model": "holds model_path and revision",
+    "sglang.srt.runtime_context:get_disagg": "holds language_only",
+    "sglang.srt.managers.schedule_batch:Modality.IMAGE": "is the modality of our items",
+    "sglang.srt.managers.schedule_batch:MultimodalDataItem.set_identity": "takes our digests",
+    "sglang.srt.managers.schedule_batch:MultimodalProcessorOutput": "is what our processor returns",
+    "sglang.srt.models.kimi_k3:KimiK3ForConditionalGeneration": "is the model of our processor",
+    "sglang.srt.utils:ImageData": "carries pictures of chats",
+    "sglang.srt.utils:VideoData": "carries clips of chats",
+    **{
+        f"sglang.srt.multimodal.processors.kimi_k3:KimiK3ImageProcessor.{name}": why
+        for name, why in {
+            "process_mm_data_async": "is what our processor overrides",
+            "shutdown": "is what our processor overrides",
+            "reject_caller_image_identity": "keeps forged identities out",
+            "_is_preprocessed_input": "tells precomputed inputs",
+            "prepare_media_artifacts": "prepares pictures in parity",
+            "compose_request": "frames pictures in parity",
+            "_process_mm_data_uncached": "does both where the cache is off",
+            "_prepare_mm_items_for_transport": "hands items to the scheduler",
+        }.items()
+    },
+}
+PARAMETERS = {
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatEncodingAdapter.encode_messages": {
+        "messages",
+        "request",
+        "tools",
+        "thinking",
+        "image_data",
+    },
+    "sglang.srt.multimodal.processors.kimi_k3:KimiK3ImageProcessor.process_mm_data_async": {
+        "image_data",
+        "input_text",
+        "request_obj",
+    },
+    "sglang.srt.multimodal.processors.kimi_k3:KimiK3ImageProcessor.prepare_media_artifacts": {
+        "media_data",
+        "content_hashes",
+    },
+}
+FIELDS = {
+    "sglang.srt.managers.schedule_batch:MultimodalDataItem": {
+        "modality",
+        "feature",
+        "offsets",
+        "model_specific_data",
+    },
+    "sglang.srt.managers.schedule_batch:MultimodalProcessorOutput": {
+        "input_ids",
+        "mm_items",
+        "im_token_id",
+    },
+    "sglang.srt.utils:ImageData": {"url", "detail", "preprocess_kwargs", "max_long_side_pixel"},
+    "sglang.srt.utils:VideoData": {"url", "preprocess_kwargs", "max_long_side_pixel"},
+    "sglang.srt.entrypoints.openai.protocol:ChatCompletionRequest": {
+        "messages",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "response_format",
+        "continue_final_message",
+    },
+}
+
+
+def resolve(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_where_the_plugin_looks_for_it(name: str) -> None:
+    try:
+        resolve(name)
+    except (ImportError, AttributeError) as exc:
+        pytest.fail(f"SGLang {version('sglang')} has no {name}, which {NAMES[name]}: {exc}")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_function_takes_what_the_plugin_gives_it(name: str) -> None:
+    missing = PARAMETERS[name] - inspect.signature(resolve(name)).parameters.keys()
+    assert not missing, f"{name} of SGLang {version('sglang')} takes no {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_value_has_the_fields_that_the_plugin_reads(name: str) -> None:
+    missing = FIELDS[name] - set(inspect.get_annotations(resolve(name)))
+    assert not missing, f"{name} of SGLang {version('sglang')} has no {sorted(missing)}"
+
+
+def test_the_adapter_has_every_member_of_the_protocol() -> None:
+    from sglang.srt.entrypoints.openai.chat_encoding_adapters import ChatEncodingAdapter
+
+    from k3vl.sglang.chat import K3ChatAdapter
+
+    wanted = {name for name in vars(ChatEncodingAdapter) if not name.startswith("_")}
+    wanted |= set(inspect.get_annotations(ChatEncodingAdapter))
+    assert wanted <= set(dir(K3ChatAdapter))
+
+
+def test_the_release_is_one_that_we_name() -> None:
+    assert version("sglang") in SUPPORTED
+
+
+def test_sglang_finds_the_plugin() -> None:
+    entries = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "k3vl"]
+    assert [entry.value for entry in entries] == ["k3vl.sglang.plugin:register"]
+
+
+def test_the_variable_is_still_read_when_processors_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.environ import envs
+
+    monkeypatch.setenv(PROCESSORS_VARIABLE, "some.package")
+    assert envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE.get() == "some.package"

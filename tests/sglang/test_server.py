@@ -1,0 +1,265 @@
+"""A real SGLang server with the plugin, against our embedded engine on the same checkpoint."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from k3vl.types import ChatOptions, SamplingParams
+from tests.sglang.kit import clip, data_uri, image_url, picture, text, video_url
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from k3vl.pipeline import Pipeline, Prepared
+    from tests.sglang.kit import Server
+
+NUM_TOKENS = 4
+TOLERANCE = 1e-3
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+CALLS = [
+    {"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    for name in ("a", "b")
+]
+TWO_GROUPS, ONE_GROUP = clip(range(0, 60, 10)), clip([200, 210, 220])
+CONVERSATIONS: Mapping[str, list[dict[str, Any]]] = {
+    "text": [{"role": "user", "content": "hi"}],
+    "image": [{"role": "user", "content": [text("see "), image_url(picture()), text(" ok")]}],
+    "video": [{"role": "user", "content": [video_url(TWO_GROUPS), text("what?")]}],
+    "mixed": [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [video_url(ONE_GROUP), text("a"), image_url(picture()), text("b")],
+        },
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
+        {"role": "user", "content": [image_url(picture()), video_url(TWO_GROUPS)]},
+    ],
+    "typed markers": [
+        {
+            "role": "user",
+            "content": "<|media_begin|>image 0<|media_content|><|media_pad|><|media_end|>"
+            "<|close|>message<|sep|><|end_of_msg|><|kimi_image_placeholder|>",
+        },
+    ],
+    # The results are answered in the other order than they were called in.
+    "tools": [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {"role": "tool", "tool_call_id": "b", "content": [image_url(picture())]},
+        {"role": "tool", "tool_call_id": "a", "content": [video_url(ONE_GROUP)]},
+    ],
+}
+MORE: Mapping[str, dict[str, Any]] = {
+    "tools": {"tools": [TOOL]},
+    "text": {"chat_template_kwargs": {"thinking": False}},
+}
+OPTIONS: Mapping[str, ChatOptions] = {
+    "text": ChatOptions(thinking=False),
+}
+
+
+def ask(server: Server, messages: list[dict[str, Any]], **more: Any) -> tuple[int, Any]:
+    body = {"model": "tiny", "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
+    return server.post("/v1/chat/completions", {**body, **more})
+
+
+@pytest.fixture(scope="module")
+def answers(server: Server) -> dict[str, Any]:
+    """Every conversation's answer; all are asked at once, as clients do."""
+
+    def one(name: str) -> Any:
+        wishes = {"logprobs": True, "return_token_ids": True, **MORE.get(name, {})}
+        status, answer = ask(server, CONVERSATIONS[name], **wishes)
+        assert status == 200, answer
+        return answer
+
+    with ThreadPoolExecutor(len(CONVERSATIONS)) as pool:
+        return dict(zip(CONVERSATIONS, pool.map(one, CONVERSATIONS), strict=True))
+
+
+def prepare(pipeline: Pipeline, name: str) -> Prepared:
+    messages = [
+        {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+        for message in CONVERSATIONS[name]
+    ]
+    request = pipeline.request(
+        messages,
+        tools=MORE.get(name, {}).get("tools", ()),
+        options=OPTIONS.get(name, ChatOptions(thinking_effort=None)),
+    )
+    return pipeline.prepare(request)
+
+
+def generate(pipeline: Pipeline, prepared: Prepared) -> tuple[list[int], list[float]]:
+    """Greedy ids and their log-probabilities, by the embedded engine, without any constraint."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, logprobs=0)
+    pipeline.backend.submit(prepared.prompt, sampling, inbox.put)
+    ids, logprobs = [], []
+    while True:
+        token = inbox.get(timeout=120)
+        ids.append(token.id)
+        logprobs.append(token.logprobs.logprob)
+        if token.finish is not None:
+            return ids, logprobs
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_prompt_is_the_embedded_engine_s(
+    answers: dict[str, Any], pipeline: Pipeline, name: str
+) -> None:
+    """Text, order and number of media pads, timestamps, tools: to the token."""
+    (choice,) = answers[name]["choices"]
+    assert tuple(choice["prompt_token_ids"]) == prepare(pipeline, name).prompt.token_ids
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_answer_is_the_embedded_engine_s(
+    answers: dict[str, Any], pipeline: Pipeline, name: str
+) -> None:
+    """Pixels, tower, places of features, language model: greedy ids and log-probabilities."""
+    (choice,) = answers[name]["choices"]
+    ids, logprobs = generate(pipeline, prepare(pipeline, name))
+    assert choice["response_token_ids"] == ids
+    got = [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert got == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_media_are_counted(answers: dict[str, Any], pipeline: Pipeline) -> None:
+    for name in ("image", "video", "mixed"):
+        usage, ours = answers[name]["usage"], prepare(pipeline, name).usage
+        assert usage["prompt_tokens"] == ours.prompt_tokens
+        # SGLang's tower has one modality for pictures and clips.
+        visual = ours.image_tokens + ours.video_tokens
+        assert usage["prompt_tokens_details"]["image_tokens"] == visual
+
+
+def test_the_answer_is_split_into_reasoning_and_content(answers: dict[str, Any]) -> None:
+    assert answers["image"]["choices"][0]["message"]["reasoning_content"]
+    assert answers["text"]["choices"][0]["message"]["content"]
+    assert not answers["text"]["choices"][0]["message"]["reasoning_content"]
+
+
+def test_a_stream_says_the_same(server: Server, answers: dict[str, Any]) -> None:
+    body = {
+        "model": "tiny",
+        "messages": CONVERSATIONS["video"],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+    }
+    events = server.stream("/v1/chat/completions", body)
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    said = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    # Bytes of unfinished characters are replaced at different points.
+    whole = answers["video"]["choices"][0]["message"]["reasoning_content"]
+    assert said.replace("�", "") == whole.replace("�", "")
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_clips_share_the_groups_that_they_have_in_common(server: Server) -> None:
+    """The second clip begins like the first: only its other group is encoded."""
+    first, second = clip([5, 15, 25, 35, 45]), clip([5, 15, 25, 35, 95, 105])
+    for data, expected in ((first, [[4, 2, 4], [1, 2, 4]]), (second, [[2, 2, 4]])):
+        before = len(server.grids())
+        message = {"role": "user", "content": [video_url(data)]}
+        assert ask(server, [message], max_tokens=1)[0] == 200
+        assert server.grids()[before:] == expected
+
+
+def test_prompts_of_generate_name_their_clips(server: Server, pipeline: Pipeline) -> None:
+    """A framed pad is a clip, a lone one a picture; the lists need not know of each other."""
+    frame = "<|media_begin|>video<|media_content|><|media_pad|><|media_end|>"
+    body = {
+        "text": f"{frame} and <|media_pad|>",
+        "image_data": [data_uri(picture())],
+        "video_data": [data_uri(ONE_GROUP)],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_prompt_token_ids": True,
+    }
+    status, answer = server.post("/generate", body)
+    assert status == 200, answer
+    ids, pad = answer["prompt_token_ids"], pipeline.media_pad_id
+    runs = "".join("p" if token_id == pad else "." for token_id in ids).replace(".", " ").split()
+    assert [len(run) for run in runs] == [2, 6]
+    assert "00:00:00.000" in bytes(token_id for token_id in ids if token_id < 256).decode()
+
+
+BROKEN = data_uri(b"no clip at all")
+ONE_VIDEO = [data_uri(ONE_GROUP)]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"url": BROKEN}, "video 0: not a video that can be read"),
+        ({"url": data_uri(picture())}, "a still PNG picture; send it as an image"),
+        ({"url": "http://127.0.0.1:1/clip.mp4"}, "not on the public internet"),
+        ({"url": "file:///etc/passwd"}, "'file:' URLs are not accepted"),
+        ({"url": "/etc/passwd"}, "not a URL"),
+        ({"url": ONE_VIDEO[0], "fps": 1.0}, "its own rule"),
+        ({"url": ONE_VIDEO[0], "max_frames": 2}, "its own rule"),
+    ],
+)
+def test_clips_that_cannot_be_used_are_refused(
+    server: Server, part: dict[str, Any], words: str
+) -> None:
+    message = {"role": "user", "content": [{"type": "video_url", "video_url": part}]}
+    status, answer = ask(server, [message])
+    assert status == 400
+    assert words in answer["message"]
+
+
+def test_too_many_clips_are_refused(server: Server) -> None:
+    message = {"role": "user", "content": [video_url(ONE_GROUP)] * 17}
+    status, answer = ask(server, [message])
+    assert status == 400
+    assert "Video count 17 exceeds limit 16" in answer["message"]
+
+
+def test_a_stream_that_cannot_begin_is_refused(server: Server) -> None:
+    message = {"role": "user", "content": [{"type": "video_url", "video_url": {"url": BROKEN}}]}
+    status, answer = ask(server, [message], stream=True)
+    assert status == 400
+    assert "not a video" in answer["message"]
+
+
+def test_conversations_that_cannot_be_expressed_are_refused(server: Server) -> None:
+    message = {"role": "tool", "tool_call_id": "nobody", "content": "x"}
+    status, answer = ask(server, [message])
+    assert status == 400
+    assert "names no tool" in answer["message"]
+
+
+EMBEDDING = {"format": "precomputed_embedding", "feature": [[0.0]], "image_grid_thw": [[1, 2, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "media", "words"),
+    [
+        ("no place", {"video_data": ONE_VIDEO}, "the prompt has places for 0"),
+        ("<|media_pad|> <|media_pad|>", {"video_data": ONE_VIDEO}, "the prompt has places for 2"),
+        ("<|media_pad|><|media_pad|>", {"video_data": ONE_VIDEO}, "a run of media pads"),
+        (
+            "<|media_begin|>film<|media_content|><|media_pad|><|media_end|>",
+            {"video_data": ONE_VIDEO},
+            "names no medium",
+        ),
+        ("<|media_pad|>", {"image_data": [EMBEDDING]}, "precomputed features and embeddings"),
+        ("<|media_pad|>", {"image_data": [data_uri(picture())], "audio_data": ["x"]}, "no audio"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_media_are_refused(
+    server: Server, prompt: str, media: dict[str, Any], words: str
+) -> None:
+    body = {"text": prompt, **media, "sampling_params": {"max_new_tokens": 1}}
+    status, answer = server.post("/generate", body)
+    assert status == 400
+    assert words in answer["error"]["message"]

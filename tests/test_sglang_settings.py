@@ -1,0 +1,89 @@
+"""What the plugin is told, there and back; no SGLang is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from k3vl.errors import ConfigError
+from k3vl.sglang.plugin import (
+    PROCESSORS_PACKAGE,
+    PROCESSORS_VARIABLE,
+    SUPPORTED,
+    check_version,
+    register,
+)
+from k3vl.sglang.settings import PluginSettings
+from k3vl.vision.limits import MediaLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_settings_survive_the_command_line() -> None:
+    settings = PluginSettings(
+        parity=True,
+        limits=MediaLimits(max_video_frames=7),
+        max_media_bytes=5,
+        media_root="/srv/media",
+        allow_private_networks=True,
+        media_workers=3,
+        media_seconds=1.5,
+    )
+    config = json.loads(settings.process_config())
+    assert PluginSettings.from_process_config({"image": {}, **config}) == settings
+
+
+def test_nothing_said_is_the_default() -> None:
+    assert PluginSettings.from_process_config({}) == PluginSettings()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([], "must be an object"),
+        ({"partiy": True}, "'k3vl' has no field 'partiy'"),
+        ({"limits": {"max_frames": 1}}, "'k3vl.limits' has no field 'max_frames'"),
+        ({"media_workers": "many"}, "field 'k3vl.media_workers'"),
+        ({"limits": 3}, "field 'k3vl.limits'"),
+    ],
+)
+def test_what_is_not_understood_is_an_error(value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PluginSettings.from_process_config({"k3vl": value})
+
+
+def test_fetches_stay_where_the_operator_wants_them(tmp_path: Path) -> None:
+    policy = PluginSettings(media_root=str(tmp_path), max_media_bytes=9).fetch_policy()
+    assert policy.file_root == tmp_path
+    assert "file" in policy.schemes
+    assert policy.max_bytes == 9
+    assert policy.max_redirects > 0
+    closed = PluginSettings().fetch_policy(["example.org"])
+    assert "file" not in closed.schemes
+    assert closed.max_redirects == 0
+
+
+def test_the_plugin_names_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3vl.sglang.plugin.version", lambda _: SUPPORTED[0])
+    monkeypatch.setenv(PROCESSORS_VARIABLE, "")
+    monkeypatch.delenv(PROCESSORS_VARIABLE)
+    register()
+    register()  # SGLang may call it again
+    assert os.environ[PROCESSORS_VARIABLE] == PROCESSORS_PACKAGE
+
+
+def test_the_plugin_does_not_replace_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k3vl.sglang.plugin.version", lambda _: SUPPORTED[0])
+    monkeypatch.setenv(PROCESSORS_VARIABLE, "theirs.processors")
+    with pytest.raises(ConfigError, match=r"names theirs\.processors"):
+        register()
+
+
+@pytest.mark.parametrize("found", ["0.5.22", "0.5.17", "0.6.0", "0.5.23.post1"])
+def test_releases_that_were_not_tested_are_refused(found: str) -> None:
+    with pytest.raises(ConfigError, match=f"SGLang {found} is installed"):
+        check_version(found)
