@@ -7,18 +7,25 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
+# SGLang's pins are not ours: it has an environment of its own.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_READY := $(SGLANG_VENV)/.ready
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 # One thread a process: tests run in parallel processes, and a small model gains nothing from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: caption test check format clean
+.PHONY: caption test test-sglang check format clean
 
 caption: $(BASE)  ## caption the pictures and the clip in examples/
 	$(BIN)/k3vl caption examples
 
 test: check  ## everything that must hold before a commit; the browser tests want `apt-get install chromium`
 	$(BIN)/pytest -n auto --dist loadgroup
+
+test-sglang: $(SGLANG_READY)  ## the plugin in a real SGLang server, on a CPU; its warnings are not ours
+	$(SGLANG_BIN)/pytest -W ignore --durations 5 tests/sglang
 
 check: $(DEV)
 	$(BIN)/ruff check .
@@ -45,5 +52,14 @@ $(DEV): $(BASE)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 
+$(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt $(SGLANG_BIN)/python
+	$(SGLANG_BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) --retries 1 --timeout 15 "$(TORCH)"
+	$(SGLANG_BIN)/pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
+	$(SGLANG_BIN)/pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(SGLANG_BIN)/python:
+	$(PYTHON) -m venv $(SGLANG_VENV)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

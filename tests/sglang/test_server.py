@@ -58,10 +58,12 @@ CONVERSATIONS: Mapping[str, list[dict[str, Any]]] = {
     ],
 }
 MORE: Mapping[str, dict[str, Any]] = {
-    "tools": {"tools": [TOOL]},
+    # Free calls want a grammar, which means minutes of single bytes for a model that knows nothing.
+    "tools": {"tools": [TOOL], "tool_choice": "none"},
     "text": {"chat_template_kwargs": {"thinking": False}},
 }
 OPTIONS: Mapping[str, ChatOptions] = {
+    "tools": ChatOptions(thinking_effort=None, tool_choice="none"),
     "text": ChatOptions(thinking=False),
 }
 
@@ -238,9 +240,6 @@ def test_conversations_that_cannot_be_expressed_are_refused(server: Server) -> N
     assert "names no tool" in answer["message"]
 
 
-EMBEDDING = {"format": "precomputed_embedding", "feature": [[0.0]], "image_grid_thw": [[1, 2, 2]]}
-
-
 @pytest.mark.parametrize(
     ("prompt", "media", "words"),
     [
@@ -252,7 +251,6 @@ EMBEDDING = {"format": "precomputed_embedding", "feature": [[0.0]], "image_grid_
             {"video_data": ONE_VIDEO},
             "names no medium",
         ),
-        ("<|media_pad|>", {"image_data": [EMBEDDING]}, "precomputed features and embeddings"),
         ("<|media_pad|>", {"image_data": [data_uri(picture())], "audio_data": ["x"]}, "no audio"),
     ],
 )
