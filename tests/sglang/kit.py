@@ -144,7 +144,8 @@ class Server:
         self.encoded.touch()
         self.log = log
         line = [sys.executable, "-m", "k3vl", "serve", "--engine", "sglang"]
-        line += ["--model", str(checkpoint), "--port", str(self.port), *options]
+        line += ["--model", str(checkpoint), "--port", str(self.port)]
+        line += ["--served-model-name", "tiny", *options]
         line += ["--", "--trust-remote-code", *FLAGS]
         with log.open("wb") as file:
             self.process = subprocess.Popen(

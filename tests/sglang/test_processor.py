@@ -260,11 +260,15 @@ def test_sound_is_refused(ours: Callable[..., Any]) -> None:
         process(ours(), "<|media_pad|>", [data_uri(picture())], audio_data=["x"])
 
 
-def test_what_native_sglang_lacks(native: Any) -> None:
+def test_what_native_sglang_lacks(native: Any, tmp_path: Path) -> None:
     """The rows of the table in docs/sglang.md; a release that changes one must change the page."""
     with pytest.raises(ValueError, match="supports image input only"):
         process(native, "<|media_pad|>", [], [data_uri(clip([1]))])
     got = process(native, "see <|media_pad|>", [EMBEDDING])
     assert got.mm_items[0].offsets == [(4, 4)]  # six rows for one token, and no error
+    # A client's string opens a file of the server's.
+    mine = tmp_path / "secret.png"
+    mine.write_bytes(picture())
+    assert process(native, "<|media_pad|>", [str(mine)]).mm_items
     sideways = process(native, "<|media_pad|>", [data_uri(PICTURES[2])])
     assert b"image 61x300" in bytes(i for i in sideways.input_ids if i < 256)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from tests.sglang.kit import clip, data_uri, image_url, picture, text, video_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from k3vl.pipeline import Pipeline, Prepared
     from tests.sglang.kit import Server
@@ -174,6 +178,28 @@ def test_clips_share_the_groups_that_they_have_in_common(server: Server) -> None
         message = {"role": "user", "content": [video_url(data)]}
         assert ask(server, [message], max_tokens=1)[0] == 200
         assert server.grids()[before:] == expected
+
+
+def test_a_folder_is_captioned(server: Server, tmp_path: Path) -> None:
+    """The captioner, as on a cluster."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "clip.mkv").write_bytes(ONE_GROUP)
+    (tmp_path / "in" / "picture.png").write_bytes(picture())
+    line = [sys.executable, "-m", "k3vl", "caption", str(tmp_path / "in"), "--prompt", "what?"]
+    line += [
+        "--base-url",
+        f"{server.url}/v1",
+        "--model",
+        "tiny",
+        "--max-tokens",
+        "1",
+        "--reasoning",
+    ]
+    line += ["--output", str(tmp_path / "captions.jsonl"), "--quiet"]
+    subprocess.run(line, check=True, timeout=600)
+    rows = [json.loads(row) for row in (tmp_path / "captions.jsonl").read_text().splitlines()]
+    assert sorted(row["path"].rpartition("/")[2] for row in rows) == ["clip.mkv", "picture.png"]
+    assert not [row for row in rows if "error" in row]
 
 
 def test_prompts_of_generate_name_their_clips(server: Server, pipeline: Pipeline) -> None:
