@@ -53,7 +53,7 @@ $(DEV): $(BASE)
 	@touch $@
 
 $(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt $(SGLANG_BIN)/python
-	$(SGLANG_BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) --retries 1 --timeout 15 "$(TORCH)"
+	$(SGLANG_BIN)/pip install --quiet --no-deps --retries 1 --timeout 15 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	$(SGLANG_BIN)/pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
 	$(SGLANG_BIN)/pip install --quiet --no-deps --editable .
 	@touch $@

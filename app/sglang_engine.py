@@ -25,7 +25,7 @@ import psutil
 
 from k3vl.config import load_config, load_media_config
 from k3vl.errors import BackendError, ConfigError
-from k3vl.sglang.plugin import check_version
+from k3vl.sglang.releases import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

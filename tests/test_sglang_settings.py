@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from k3vl.errors import ConfigError
-from k3vl.sglang.plugin import (
-    PROCESSORS_PACKAGE,
-    PROCESSORS_VARIABLE,
-    SUPPORTED,
-    check_version,
-    register,
-)
+from k3vl.sglang.plugin import PROCESSORS_PACKAGE, PROCESSORS_VARIABLE, register
+from k3vl.sglang.releases import SUPPORTED, check_version
 from k3vl.sglang.settings import PluginSettings
 from k3vl.vision.limits import MediaLimits
 
@@ -83,7 +78,7 @@ def test_the_plugin_does_not_replace_another(monkeypatch: pytest.MonkeyPatch) ->
         register()
 
 
-@pytest.mark.parametrize("found", ["0.5.22", "0.5.17", "0.6.0", "0.5.23.post1"])
+@pytest.mark.parametrize("found", ["0.5.22", "0.5.18", "0.6.0", "0.5.23.post1"])
 def test_releases_that_were_not_tested_are_refused(found: str) -> None:
     with pytest.raises(ConfigError, match=f"SGLang {found} is installed"):
         check_version(found)

@@ -10,9 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.entrypoints.openai import chat_encoding_adapters
-from sglang.srt.runtime_context import get_disagg
-
 from k3vl.errors import K3VLError, RequestError
 from k3vl.sglang.slots import open_layout, with_slots
 from k3vl.xtml.messages import parse_messages, parse_tools
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from k3vl.types import ChatOptions, MediaKind
     from k3vl.xtml.tokenizer import Tokenizer
 
-SPEC: Final = "kimi_k3"
 EFFORTS: Final = ("low", "high", "max")
 _COLLECTED: Final[Mapping[str, MediaKind]] = {
     "image_url": "image",
@@ -33,13 +29,6 @@ _COLLECTED: Final[Mapping[str, MediaKind]] = {
     "video_url": "video",
 }
 """Part types whose media SGLang collects, and the list each goes into."""
-
-
-def install(tokenizer: Tokenizer, defaults: ChatOptions) -> None:
-    """Make every chat endpoint of this process encode K3's conversations with us."""
-    adapter = K3ChatAdapter(tokenizer, defaults)
-    # There is no public way to enter an adapter for a specification that SGLang has a branch for.
-    chat_encoding_adapters._BUILDERS[SPEC] = {"builtin": lambda _: adapter}
 
 
 class K3ChatAdapter:
@@ -55,10 +44,17 @@ class K3ChatAdapter:
     strict_tool_call_arguments: Final = False
     output: Final = None
 
-    def __init__(self, tokenizer: Tokenizer, defaults: ChatOptions) -> None:
-        """Keep what every request shares: the vocabulary and the checkpoint's chat defaults."""
+    def __init__(self, tokenizer: Tokenizer, defaults: ChatOptions, *, takes_clips: bool) -> None:
+        """Keep what every request shares.
+
+        Args:
+            tokenizer: the checkpoint's vocabulary.
+            defaults: the checkpoint's chat defaults.
+            takes_clips: an encoder server is in no position to.
+        """
         self._tokenizer = tokenizer
         self._defaults = defaults
+        self._takes_clips = takes_clips
 
     def encode_messages(
         self,
@@ -94,7 +90,7 @@ class K3ChatAdapter:
             if where not in places:
                 raise RequestError(f"{where}: send it as image_url or video_url", param=where)
             slots.append((part.kind, places[where][1]))
-        if any(kind == "video" for kind, _ in slots) and get_disagg().language_only:
+        if any(kind == "video" for kind, _ in slots) and not self._takes_clips:
             raise RequestError("encoder disaggregation (--language-only) carries pictures only")
         segments = render(
             parsed,

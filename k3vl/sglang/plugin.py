@@ -15,10 +15,8 @@ from typing import Final
 
 from k3vl import __version__
 from k3vl.errors import ConfigError
+from k3vl.sglang.releases import check_version
 
-SUPPORTED: Final = ("0.5.23",)
-"""Releases that every test of ``tests/sglang`` was run against."""
-ARCHITECTURE: Final = "KimiK3ForConditionalGeneration"
 PROCESSORS_VARIABLE: Final = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"
 PROCESSORS_PACKAGE: Final = "k3vl.sglang.processors"
 
@@ -36,13 +34,3 @@ def register() -> None:
     if asked != PROCESSORS_PACKAGE:
         raise ConfigError(f"{PROCESSORS_VARIABLE} names {asked}; SGLang takes one such package")
     log.info("k3vl %s: images and video for Kimi K3", __version__)
-
-
-def check_version(found: str) -> None:
-    """Refuse releases whose inner parts may differ from what was tested.
-
-    Raises:
-        ConfigError: not one of :data:`SUPPORTED`.
-    """
-    if found not in SUPPORTED:
-        raise ConfigError(f"SGLang {found} is installed; k3vl supports {', '.join(SUPPORTED)}")

@@ -21,7 +21,7 @@ from k3vl.app.launch import ServeOptions
 from k3vl.app.sglang_engine import SGLangCommand, check, option
 from k3vl.app.sglang_launch import EngineOptions, sglang_command
 from k3vl.errors import ConfigError
-from k3vl.sglang.plugin import SUPPORTED
+from k3vl.sglang.releases import SUPPORTED
 from k3vl.sglang.settings import PluginSettings
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,22 +18,15 @@ HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
 
 
-@pytest.fixture(autouse=True)
-def one_server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """No encoder disaggregation, unless a test says so."""
-    config = SimpleNamespace(language_only=False)
-    monkeypatch.setattr("k3vl.sglang.chat.get_disagg", lambda: config)
-    return config
-
-
-def encode(pipeline: Pipeline, body: dict[str, Any]) -> list[int]:
+def encode(pipeline: Pipeline, body: dict[str, Any], *, takes_clips: bool = True) -> list[int]:
     """What SGLang's chat handler gets for a body."""
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
     from k3vl.sglang.chat import K3ChatAdapter
 
     request = ChatCompletionRequest(model="k3", **body)
-    return K3ChatAdapter(pipeline.tokenizer, pipeline.defaults).encode_messages(
+    adapter = K3ChatAdapter(pipeline.tokenizer, pipeline.defaults, takes_clips=takes_clips)
+    return adapter.encode_messages(
         messages=[message.model_dump() for message in request.messages],
         request=request,
         tools=None,
@@ -161,11 +153,10 @@ def test_what_cannot_be_expressed_is_a_value_error(
 
 
 def test_clips_are_refused_where_an_encoder_server_would_get_them(
-    pipeline: Pipeline, one_server: SimpleNamespace
+    pipeline: Pipeline,
 ) -> None:
-    one_server.language_only = True
     pictures = {"role": "user", "content": [image_url(picture())]}
-    assert encode(pipeline, {"messages": [pictures]})
+    assert encode(pipeline, {"messages": [pictures]}, takes_clips=False)
     clips = {"role": "user", "content": [video_url(b"x")]}
     with pytest.raises(ValueError, match="carries pictures only"):
-        encode(pipeline, {"messages": [clips]})
+        encode(pipeline, {"messages": [clips]}, takes_clips=False)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from k3vl.sglang.plugin import PROCESSORS_VARIABLE, SUPPORTED
+from k3vl.sglang.plugin import PROCESSORS_VARIABLE
+from k3vl.sglang.releases import SUPPORTED
 
 NAMES = {
     "sglang.srt.environ:envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "names our processors",

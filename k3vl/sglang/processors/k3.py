@@ -25,14 +25,14 @@ from sglang.srt.managers.schedule_batch import (
 )
 from sglang.srt.models.kimi_k3 import KimiK3ForConditionalGeneration
 from sglang.srt.multimodal.processors.kimi_k3 import KimiK3ImageProcessor
-from sglang.srt.runtime_context import get_mm, get_model
 from sglang.srt.utils import ImageData, VideoData
 
 from k3vl.config import load_media_config
 from k3vl.errors import CapacityError, K3VLError, MediaError, RequestError
 from k3vl.load import load_chat_defaults
-from k3vl.sglang import chat
+from k3vl.sglang.chat import K3ChatAdapter
 from k3vl.sglang.checkpoint import checkpoint_directory
+from k3vl.sglang.releases import this_release
 from k3vl.sglang.settings import PluginSettings
 from k3vl.sglang.slots import expand, find_slots
 from k3vl.types import MediaPart
@@ -41,7 +41,7 @@ from k3vl.vision.workers import MediaWorkers
 from k3vl.xtml.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from k3vl.sglang.slots import Slot
     from k3vl.types import MediaKind, ProcessedMedia
@@ -68,9 +68,10 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
     ) -> None:
         """Called by SGLang in each process that reads requests."""
         super().__init__(hf_config, server_args, processor, *args, **kwargs)
-        directory = checkpoint_directory(get_model().model_path, get_model().revision)
-        self._settings = PluginSettings.from_process_config(get_mm().mm_process_config or {})
-        self._domains = frozenset(get_mm().allowed_media_domains or ())
+        self._release = this_release(server_args)
+        directory = checkpoint_directory(*self._release.checkpoint())
+        self._settings = PluginSettings.from_process_config(self._release.process_config())
+        self._domains = frozenset(self._release.allowed_domains())
         self._pad_id: int = hf_config.media_placeholder_token_id
         self._vocabulary = load_tokenizer(directory)
         self._media = MediaProcessor(
@@ -83,7 +84,12 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
             num_workers=self._settings.media_workers,
             max_seconds=self._settings.media_seconds,
         )
-        chat.install(self._vocabulary, load_chat_defaults(directory))
+        adapter = K3ChatAdapter(
+            self._vocabulary,
+            load_chat_defaults(directory),
+            takes_clips=not self._release.has_encoder_server(),
+        )
+        self._release.install(adapter)
 
     async def process_mm_data_async(
         self,
@@ -122,7 +128,7 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
         videos = list(request.video_data or ())
         if kwargs.get("audio_data"):
             raise RequestError("Kimi K3 takes pictures and clips, no audio")
-        self.reject_caller_image_identity([*images, *videos], request)
+        self._release.refuse_identities(self, [*images, *videos], request)
         if any(self._is_preprocessed_input(item) for item in [*images, *videos]):
             raise RequestError(
                 "precomputed features and embeddings are not accepted for Kimi K3: their tokens "
@@ -142,9 +148,9 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
             plain = _lone_pads(token_ids, slots, self._pad_id)
             return await super().process_mm_data_async(images, plain, request, *args, **kwargs)
         lists = {"image": images, "video": videos}
-        hashes = request.mm_content_hashes or [None] * len(images)
-        media = await asyncio.gather(
-            *(self._medium(slot, lists[slot.kind][slot.index], hashes) for slot in slots)
+        hashes = getattr(request, "mm_content_hashes", None) or [None] * len(images)
+        media = await _all(
+            self._medium(slot, lists[slot.kind][slot.index], hashes) for slot in slots
         )
         return self._compose(token_ids, slots, media)
 
@@ -162,21 +168,15 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
         """Prepare what belongs into a slot; errors say which medium it was."""
         try:
             if slot.kind == "image" and self._settings.parity:
-                return await self._native_image(source, content_hashes[slot.index])
-            return self._ours(await self._load(slot.kind, source))
+                content_hash = content_hashes[slot.index]
+                output = await self._release.picture(self, source, content_hash, self._pad_id)
+                return _Medium(output.input_ids, output.mm_items)
+            media = await self._load(slot.kind, source)
+            # Float pixels of a long clip take seconds that the event loop does not have.
+            return await asyncio.to_thread(self._ours, media)
         except MediaError as exc:
             message = f"{slot.kind} {slot.index}: {str(exc).removeprefix(f'{slot.kind}: ')}"
             raise MediaError(message, param=exc.param, code=exc.code) from exc
-
-    async def _native_image(self, source: Any, content_hash: str | None) -> _Medium:
-        """A picture as SGLang prepares it, for a prompt that is nothing but its slot."""
-        slot = [self._pad_id]
-        if self.mm_preprocess_cache.enabled:
-            artifacts = await self.prepare_media_artifacts([source], content_hashes=[content_hash])
-            output = self.compose_request(slot, artifacts)
-        else:
-            output = await self._process_mm_data_uncached([source], slot, None)
-        return _Medium(output.input_ids, output.mm_items)
 
     async def _load(self, kind: MediaKind, source: Any) -> ProcessedMedia:
         """Fetch, decode and cut; files in a worker process, opened pictures on a thread."""
@@ -189,7 +189,7 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
         """SGLang's forms of a source as ours."""
         detail = None
         if isinstance(source, ImageData | VideoData):
-            if source.preprocess_kwargs or source.max_long_side_pixel:
+            if source.preprocess_kwargs or getattr(source, "max_long_side_pixel", None):
                 raise MediaError(
                     "sizes and frame rates are not chosen by the request; Kimi K3 has its own rule "
                     "for both, and the server has the limits",
@@ -233,7 +233,7 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
                 offsets=[(offset, offset + length - 1)],
                 model_specific_data={"image_grid_thw": torch.tensor([item.grid_thw])},
             )
-            entry.set_identity(bytes.fromhex(item.digest))
+            self._release.identify(entry, bytes.fromhex(item.digest))
             items.append(entry)
         return _Medium(token_ids, items)
 
@@ -256,7 +256,7 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
         composed += token_ids[done:]
         return MultimodalProcessorOutput(
             input_ids=composed,
-            mm_items=self._prepare_mm_items_for_transport(items),
+            mm_items=self._release.hand_over(self, items),
             im_token_id=self._pad_id,
         )
 
@@ -274,3 +274,13 @@ def _lone_pads(token_ids: Sequence[int], slots: Sequence[Slot], pad_id: int) -> 
         plain += [*token_ids[done : slot.start], pad_id]
         done = slot.stop
     return plain + list(token_ids[done:])
+
+
+async def _all(jobs: Iterable[Coroutine[Any, Any, _Medium]]) -> list[_Medium]:
+    """Every medium of a request at once; where one fails, nobody works on the others any more."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
