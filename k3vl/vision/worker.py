@@ -6,6 +6,7 @@ JSON header, a length and raw bytes; no pickle. The other end is ``workers.py``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -177,4 +178,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError):  # the server ended before it had anything to decode
+        main()

@@ -211,3 +211,18 @@ def test_too_many_parts_are_refused() -> None:
         ]
 
     with_workers(test, max_jobs=2)
+
+
+def test_a_worker_that_was_never_used_ends_quietly() -> None:
+    """A server that fails during its start has enough to say itself."""
+    line = [sys.executable, "-m", "k3vl.vision.worker"]
+    ended = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert ended.returncode == 0
+    assert ended.stderr == b""
+
+
+def test_a_pool_can_be_ended_from_outside_of_its_loop() -> None:
+    pool = MediaWorkers(MediaProcessor(K3_MEDIA), num_workers=2)
+    assert len(living_workers()) == 2
+    pool.kill()
+    assert living_workers() == []
