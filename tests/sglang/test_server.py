@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from k3vl.types import ChatOptions, SamplingParams
+from k3vl.xtml.tokens import MEDIA_PAD
 from tests.sglang.kit import clip, data_uri, image_url, picture, text, video_url
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def test_prompts_of_generate_name_their_clips(server: Server, pipeline: Pipeline
     }
     status, answer = server.post("/generate", body)
     assert status == 200, answer
-    ids, pad = answer["prompt_token_ids"], pipeline.media_pad_id
+    ids, pad = answer["prompt_token_ids"], pipeline.tokenizer.special_ids[MEDIA_PAD]
     runs = "".join("p" if token_id == pad else "." for token_id in ids).replace(".", " ").split()
     assert [len(run) for run in runs] == [2, 6]
     assert "00:00:00.000" in bytes(token_id for token_id in ids if token_id < 256).decode()
