@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from k3vl.errors import ConfigError
+from k3vl.sglang.checkpoint import checkpoint_directory
 from k3vl.sglang.plugin import PROCESSORS_PACKAGE, PROCESSORS_VARIABLE, register
 from k3vl.sglang.releases import SUPPORTED, check_version
 from k3vl.sglang.settings import PluginSettings
@@ -82,3 +83,28 @@ def test_the_plugin_does_not_replace_another(monkeypatch: pytest.MonkeyPatch) ->
 def test_releases_that_were_not_tested_are_refused(found: str) -> None:
     with pytest.raises(ConfigError, match=f"SGLang {found} is installed"):
         check_version(found)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the Hugging Face hub with one model in it, and no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--org--k3" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--k3" / "refs").mkdir()
+    (tmp_path / "models--org--k3" / "refs" / "main").write_text("0123")
+    return snapshot
+
+
+def test_a_model_has_a_directory(hub: Path, tmp_path: Path) -> None:
+    assert checkpoint_directory(str(tmp_path), None) == tmp_path
+    assert checkpoint_directory("org/k3", None) == hub
+
+
+def test_a_model_that_is_nowhere_is_an_error(hub: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a directory nor a model that is here"):
+        checkpoint_directory("org/other", None)
+    with pytest.raises(ConfigError, match="neither a directory"):
+        checkpoint_directory("/not/there", None)
