@@ -22,7 +22,7 @@ LAYERS = (
     ("k3vl.errors",),
 )
 """From top to bottom."""
-SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm", "k3vl.demo", "k3vl.hf")
+SIBLINGS = ("k3vl.xtml", "k3vl.vision", "k3vl.lm", "k3vl.demo", "k3vl.hf", "k3vl.sglang")
 SOURCES = {"k3vl": "k3vl", "kernels": "k3vl.kernels", "app": "k3vl.app"}
 """Real folders -> package names; the links inside k3vl are skipped."""
 
