@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,7 +29,7 @@ from k3vl.errors import BackendError, ConfigError
 from k3vl.sglang.releases import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import FrameType
 
@@ -196,6 +197,23 @@ class SGLangProcess:
         """Wait for its end; the exit code."""
         return self._process.wait()
 
+    @contextlib.contextmanager
+    def end_stops_us(self) -> Iterator[Callable[[], bool]]:
+        """While the block runs, its end is a SIGTERM for this process; says whether it came."""
+        ended, left = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            self._process.wait()
+            if not left.is_set():
+                ended.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="k3vl-sglang", daemon=True).start()
+        try:
+            yield ended.is_set
+        finally:
+            left.set()
+
     def stop(self, seconds: float) -> None:
         """End it and everything that it started; running answers may take some time."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -265,14 +283,24 @@ def run(
         if command.answers_chats:
             process.verify_plugin()
             say("the plugin is active: images and video")
-        if front is not None:
-            front()
+        if front is not None and not _runs_out(process, front):
             return
         code = process.wait()
         raise BackendError(f"SGLang ended (exit code {code}); see its log")
     finally:
         process.stop(shutdown_seconds)
         signal.signal(signal.SIGTERM, previous)
+
+
+def _runs_out(process: SGLangProcess, front: Callable[[], None]) -> bool:
+    """Run the front; whether it stopped because SGLang ended."""
+    with process.end_stops_us() as has_ended:
+        try:
+            front()
+        except SystemExit:  # the front was not serving yet
+            if not has_ended():
+                raise
+        return has_ended()
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from k3vl.app.launch import fetch_policy, read_keys
+from k3vl.app.launch import fetch_policy, launch, read_keys
 from k3vl.app.server import LOCAL_ADDRESSES
 from k3vl.app.sglang_engine import SGLangCommand, run
 from k3vl.errors import ConfigError
@@ -30,44 +31,53 @@ class EngineOptions:
 
 
 def launch_sglang(options: ServeOptions, engine: EngineOptions) -> None:
-    """Start SGLang with our plugin and stay with it until it ends.
+    """Start SGLang with our plugin, and our server in front of it unless it is to answer itself.
 
     Raises:
         ConfigError: an option, the checkpoint or the installation is not usable.
         BackendError: SGLang does not start, ended, or runs without the plugin.
     """
     command = sglang_command(options, engine)
-    if options.host not in LOCAL_ADDRESSES and command.api_key is None:
+    if engine.direct and options.host not in LOCAL_ADDRESSES and command.api_key is None:
         click.echo(
             f"warning: {options.host} can be reached from other machines, and no --api-key is set",
             err=True,
         )
+
+    def front() -> None:
+        launch(replace(options, backend=f"{command.url}/v1", backend_video="native"))
+
     run(
         command,
         start_seconds=engine.start_seconds,
         shutdown_seconds=options.shutdown_seconds,
         say=lambda line: click.echo(line, err=True),
+        front=None if engine.direct or not command.answers_chats else front,
     )
 
 
 def sglang_command(options: ServeOptions, engine: EngineOptions) -> SGLangCommand:
     """What SGLang is started with.
 
+    Behind our server it listens to this machine only, and has no key.
+
     Raises:
         ConfigError: options that SGLang has no place for.
     """
-    if options.model in (None, "demo"):
+    if options.model is None or options.model == "demo":
         raise ConfigError("--engine sglang needs --model DIR, a checkpoint of Kimi K3")
-    keys = read_keys(options)
-    if len(keys) > 1 or len(options.served_model_name) > 1:
-        raise ConfigError("SGLang takes one --api-key and one --served-model-name")
+    if options.backend is not None:
+        raise ConfigError("--backend names another engine than --engine sglang")
+    keys, names = read_keys(options), options.served_model_name
+    if engine.direct and (len(keys) > 1 or len(names) > 1):
+        raise ConfigError("with --direct there is one --api-key and one --served-model-name")
     policy = fetch_policy(options)
     return SGLangCommand(
         model=Path(options.model),
-        host=options.host,
-        port=options.port,
-        api_key=keys[0] if keys else None,
-        served_model_name=options.served_model_name[0] if options.served_model_name else None,
+        host=options.host if engine.direct else "127.0.0.1",
+        port=options.port if engine.direct else _free_port(),
+        api_key=keys[0] if engine.direct and keys else None,
+        served_model_name=names[0] if names else Path(options.model).resolve().name,
         max_images=options.max_images,
         max_videos=options.max_videos,
         settings=PluginSettings(
@@ -80,3 +90,9 @@ def sglang_command(options: ServeOptions, engine: EngineOptions) -> SGLangComman
         ),
         arguments=engine.engine_args,
     )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -29,6 +29,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         key = option("--api-key") if "--api-key" in sys.argv else None
         if key is not None and self.headers["Authorization"] != f"Bearer {key}":
             self.reply(401, {})
+        elif self.path == "/v1/models":
+            self.reply(200, {"data": [{"id": option("--served-model-name")}]})
         else:
             self.reply(200 if time.monotonic() >= READY else 503, {})
 

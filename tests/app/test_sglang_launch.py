@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +58,9 @@ class Launched:
         self.pids = tmp_path / "pids"
         behave = {"pids": str(self.pids), **behave}
         path = install(tmp_path / "site")
-        line = [sys.executable, "-m", "k3vl", "serve", "--engine", "sglang", "--direct"]
-        line += ["--model", str(TINY), "--port", str(free_port()), "--shutdown-seconds", "5"]
+        self.port = free_port()
+        line = [sys.executable, "-m", "k3vl", "serve", "--engine", "sglang"]
+        line += ["--model", str(TINY), "--port", str(self.port), "--shutdown-seconds", "5"]
         self.process = subprocess.Popen(
             [*line, *options],
             cwd=ROOT,
@@ -100,7 +103,7 @@ def launched(tmp_path: Path) -> Callable[..., Launched]:
 def test_it_runs_until_it_is_told_to_stop(
     launched: Callable[..., Launched], signum: signal.Signals, code: int
 ) -> None:
-    run = launched("--api-key", "a-long-enough-key", start=1.0)
+    run = launched("--direct", "--api-key", "a-long-enough-key", start=1.0)
     run.wait_for("the plugin is active")
     run.process.send_signal(signum)
     assert run.end()[0] == code
@@ -108,7 +111,7 @@ def test_it_runs_until_it_is_told_to_stop(
 
 
 def test_a_plugin_that_failed_ends_the_start(launched: Callable[..., Launched]) -> None:
-    run = launched(plugin=False)
+    run = launched("--direct", plugin=False)
     code, output = run.end()
     assert code == 1
     assert "Error: SGLang runs, but without the plugin of k3vl" in output
@@ -116,13 +119,13 @@ def test_a_plugin_that_failed_ends_the_start(launched: Callable[..., Launched]) 
 
 
 def test_a_start_that_fails_is_an_error(launched: Callable[..., Launched]) -> None:
-    code, output = launched(dies=True).end()
+    code, output = launched("--direct", dies=True).end()
     assert code == 1
     assert "Error: SGLang ended during its start (exit code 3)" in output
 
 
 def test_a_death_is_noticed(launched: Callable[..., Launched]) -> None:
-    run = launched(dies_later=True)
+    run = launched("--direct", dies_later=True)
     code, output = run.end()
     assert code == 1
     assert "Error: SGLang ended (exit code -9)" in output
@@ -130,7 +133,7 @@ def test_a_death_is_noticed(launched: Callable[..., Launched]) -> None:
 
 
 def test_a_start_may_not_take_for_ever(launched: Callable[..., Launched]) -> None:
-    run = launched("--start-seconds", "2", start=1000.0)
+    run = launched("--direct", "--start-seconds", "2", start=1000.0)
     code, output = run.end()
     assert code == 1
     assert "Error: SGLang is not ready after 2 s" in output
@@ -146,6 +149,38 @@ def test_a_later_rank_is_not_asked(launched: Callable[..., Launched]) -> None:
     assert run.end()[0] == 143
 
 
+def test_our_server_stands_in_front(launched: Callable[..., Launched]) -> None:
+    run = launched("--served-model-name", "k3", "--api-key", "a-long-enough-key")
+    run.wait_for('"listening"')
+    assert ask(f"http://127.0.0.1:{run.port}/health", None) == 200
+    assert ask(f"http://127.0.0.1:{run.port}/v1/models", None) == 401
+    assert ask(f"http://127.0.0.1:{run.port}/v1/models", "a-long-enough-key") == 200
+    run.process.terminate()
+    assert run.end()[0] == 0
+    assert run.nothing_is_left()
+
+
+def test_our_server_ends_with_sglang(launched: Callable[..., Launched]) -> None:
+    run = launched()
+    run.wait_for('"listening"')
+    os.kill(int(run.pids.read_text().split()[0]), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 1
+    assert "Error: SGLang ended (exit code -9)" in output
+    assert run.nothing_is_left()
+
+
+def ask(url: str, key: str | None) -> int:
+    request = urllib.request.Request(url)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as exc:
+        return exc.code
+
+
 # ---------------------------------------------------------------------- the command line
 
 
@@ -159,7 +194,17 @@ def command_of(*arguments: object) -> SGLangCommand:
 
 def test_our_options_reach_sglang(tmp_path: Path) -> None:
     command = command_of(
-        *("--model", TINY, "--host", "0.0.0.0", "--port", 7, "--api-key", "long-enough-key"),
+        *(
+            "--direct",
+            "--model",
+            TINY,
+            "--host",
+            "0.0.0.0",
+            "--port",
+            7,
+            "--api-key",
+            "long-enough-key",
+        ),
         *("--served-model-name", "k3", "--max-videos", 3, "--parity", "--max-media-mib", 1),
         *("--allowed-media-path", tmp_path, "--", "--tp", "16", "--enable-symm-mem"),
     )
@@ -213,9 +258,22 @@ def test_a_checkpoint_must_be_named(arguments: tuple[str, ...]) -> None:
         command_of(*arguments)
 
 
-def test_one_key_and_one_name() -> None:
-    with pytest.raises(ConfigError, match="takes one --api-key"):
-        command_of("--model", TINY, "--api-key", "long-enough-1", "--api-key", "long-enough-2")
+def test_sglang_s_own_server_has_one_key() -> None:
+    keys = ("--api-key", "long-enough-1", "--api-key", "long-enough-2")
+    with pytest.raises(ConfigError, match="there is one --api-key"):
+        command_of("--direct", "--model", TINY, *keys)
+
+
+def test_behind_our_server_sglang_listens_to_this_machine_only() -> None:
+    command = command_of("--model", TINY, "--host", "0.0.0.0", "--api-key", "long-enough-key")
+    assert option(command.line(), "--host") == "127.0.0.1"
+    assert option(command.line(), "--api-key") is None
+    assert command.port != 8000
+
+
+def test_two_engines_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match="names another engine"):
+        command_of("--model", TINY, "--backend", "http://example.org/v1")
 
 
 def on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:

@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[kit.Server]:
     """One for all tests: its start takes as long as many of them."""
     log = tmp_path_factory.mktemp("server") / "sglang.log"
-    server = kit.Server(checkpoint, log, "--direct")
+    server = kit.Server(checkpoint, log)
     try:
         server.wait()
         yield server

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -133,18 +134,24 @@ def video_url(data: bytes) -> dict[str, Any]:
 
 
 class Server:
-    """``k3vl serve --engine sglang`` in a process of its own."""
+    """``k3vl serve --engine sglang`` in a process of its own.
+
+    Attributes:
+        url: of SGLang's own server.
+        front: of ours before it.
+    """
 
     def __init__(self, checkpoint: Path, log: Path, *options: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+            port = probe.getsockname()[1]
+        self.front = f"http://127.0.0.1:{port}"
+        self.url = ""
         self.encoded = log.with_suffix(".encoded")
         self.encoded.touch()
         self.log = log
         line = [sys.executable, "-m", "k3vl", "serve", "--engine", "sglang"]
-        line += ["--model", str(checkpoint), "--port", str(self.port)]
+        line += ["--model", str(checkpoint), "--port", str(port)]
         line += ["--served-model-name", "tiny", *options]
         line += ["--", "--trust-remote-code", *FLAGS]
         with log.open("wb") as file:
@@ -156,19 +163,22 @@ class Server:
             )
 
     def wait(self, seconds: float = 600) -> None:
-        """Until the launcher says that the plugin is active."""
+        """Until the launcher has found the plugin active, and our own server listens."""
         end = time.monotonic() + seconds
-        while "the plugin is active" not in (said := self.log.read_text(errors="replace")):
+        while '"listening"' not in (said := self.log.read_text(errors="replace")):
             assert self.process.poll() is None, said[-4000:]
             assert time.monotonic() < end, said[-4000:]
             time.sleep(0.5)
+        assert "the plugin is active" in said
+        (port,) = re.findall(r"-m sglang.launch_server .* --port (\d+)", said)
+        self.url = f"http://127.0.0.1:{port}"
 
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        with self._open(path, body) as response:
+    def post(self, path: str, body: dict[str, Any], *, url: str = "") -> tuple[int, Any]:
+        with self._open(path, body, url or self.url) as response:
             return response.status, json.load(response)
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        with self._open(path, {**body, "stream": True}) as response:
+        with self._open(path, {**body, "stream": True}, self.url) as response:
             lines = response.read().decode().splitlines()
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
@@ -182,8 +192,8 @@ class Server:
         self.process.terminate()
         return self.process.wait(120)
 
-    def _open(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+    def _open(self, path: str, body: dict[str, Any], url: str) -> Any:
+        request = urllib.request.Request(url + path, json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         try:
             return urllib.request.urlopen(request, timeout=600)

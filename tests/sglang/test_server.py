@@ -181,6 +181,31 @@ def test_clips_share_the_groups_that_they_have_in_common(server: Server) -> None
         assert server.grids()[before:] == expected
 
 
+def test_our_server_in_front_gives_the_same_answer(
+    server: Server, answers: dict[str, Any], pipeline: Pipeline
+) -> None:
+    body = {
+        "model": "tiny",
+        "messages": CONVERSATIONS["video"],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+    }
+    status, answer = server.post("/v1/chat/completions", body, url=server.front)
+    assert status == 200, answer
+    said = answer["choices"][0]["message"]["reasoning_content"]
+    whole = answers["video"]["choices"][0]["message"]["reasoning_content"]
+    assert said.replace("�", "") == whole.replace("�", "")
+    assert answer["usage"]["prompt_tokens"] == prepare(pipeline, "video").usage.prompt_tokens
+
+
+def test_our_server_in_front_refuses_in_its_own_words(server: Server) -> None:
+    message = {"role": "user", "content": [{"type": "video_url", "video_url": {"url": BROKEN}}]}
+    body = {"model": "tiny", "messages": [message]}
+    status, answer = server.post("/v1/chat/completions", body, url=server.front)
+    assert status == 400
+    assert answer["error"]["param"] == "messages[0].content[0]"
+
+
 def test_a_folder_is_captioned(server: Server, tmp_path: Path) -> None:
     """The captioner, as on a cluster."""
     (tmp_path / "in").mkdir()
