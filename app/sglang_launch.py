@@ -87,6 +87,7 @@ def sglang_command(options: ServeOptions, engine: EngineOptions) -> SGLangComman
             allow_private_networks=policy.allow_private_networks,
             media_workers=options.media_workers,
             media_seconds=options.media_seconds,
+            media_memory=options.media_memory_mib * 2**20,
         ),
         arguments=engine.engine_args,
     )

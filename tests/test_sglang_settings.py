@@ -28,6 +28,7 @@ def test_settings_survive_the_command_line() -> None:
         allow_private_networks=True,
         media_workers=3,
         media_seconds=1.5,
+        media_memory=2**29,
     )
     config = json.loads(settings.process_config())
     assert PluginSettings.from_process_config({"image": {}, **config}) == settings

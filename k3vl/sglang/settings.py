@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from k3vl.errors import ConfigError
 from k3vl.vision.limits import MediaLimits
 from k3vl.vision.source import FetchPolicy
+from k3vl.vision.workers import DEFAULT_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ class PluginSettings:
         allow_private_networks: also fetch from loopback, private and link-local addresses.
         media_workers: decoding processes of each of SGLang's tokenizer processes.
         media_seconds: longest decoding of one picture or clip.
+        media_memory: bytes that one decoding process may have.
     """
 
     parity: bool = False
@@ -45,6 +47,7 @@ class PluginSettings:
     allow_private_networks: bool = False
     media_workers: int = 2
     media_seconds: float = 60.0
+    media_memory: int = DEFAULT_MEMORY
 
     @classmethod
     def from_process_config(cls, config: Mapping[str, Any]) -> Self:

@@ -83,6 +83,7 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
             self._media,
             num_workers=self._settings.media_workers,
             max_seconds=self._settings.media_seconds,
+            max_memory=self._settings.media_memory,
         )
         adapter = K3ChatAdapter(
             self._vocabulary,
