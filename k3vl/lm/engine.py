@@ -26,6 +26,7 @@ from k3vl.lm.backend import Token
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
+from k3vl.lm.job import Job, Targets
 from k3vl.lm.prefix import page_keys
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
@@ -70,35 +71,6 @@ class EngineConfig:
     reuse: bool = True
     exact_decode: bool = False
     num_threads: int | None = None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Targets:
-    """Tokens whose log-probabilities are asked for.
-
-    Attributes:
-        token_ids: they follow token ``first`` of the sequence.
-        first: the token before the first of them.
-        delivered: how many have been reported; a preemption does not report twice.
-    """
-
-    token_ids: tuple[int, ...]
-    first: int
-    delivered: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Job:
-    """A request inside the engine; one with ``targets`` generates nothing."""
-
-    sequence: Sequence
-    prompt: Prompt
-    sampler: Sampler | Forced
-    stop_ids: frozenset[int]
-    sink: Callable[[Token | K3VLError], None]
-    token_ids: list[int]
-    arrived: float
-    targets: Targets | None = None
 
 
 class Engine:
