@@ -145,7 +145,31 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
 
 
 @cli.command()
-@model_option
+@click.option(
+    "--model",
+    metavar="demo|DIR",
+    help="Checkpoint directory, or the small model that comes with the package.  [default: demo; "
+    "with --backend: K3's own media settings, and no tokenizer]",
+)
+@click.option(
+    "--backend",
+    metavar="URL",
+    help="Answer from this OpenAI-compatible endpoint of K3, up to and including /v1; of --model "
+    "only media settings and tokenizer are used.",
+)
+@click.option(
+    "--backend-key", envvar="K3VL_BACKEND_KEY", show_envvar=True, help="Key of the endpoint."
+)
+@click.option(
+    "--backend-model", help="Name of the model there.  [default: the only one that it lists]"
+)
+@click.option(
+    "--backend-video",
+    type=click.Choice(["frames", "native"]),
+    default="frames",
+    show_default=True,
+    help="Send clips as pictures with their times, or as clips.",
+)
 @device_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
@@ -182,6 +206,7 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
 @_count("--default-max-tokens", 1024, "Length of answers where the request names none.")
 @_count("--media-workers", 2, "Processes that decode media.")
 @click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
+@_count("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
 @_count("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
 def serve(**options: Any) -> None:
     """Serve the OpenAI-compatible API: /v1/chat/completions, /v1/models, /v1/tokenize.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import io
 import json
 import logging
 import time
@@ -19,7 +20,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from k3vl.app.replies import dump, error_json
-from k3vl.errors import BackendError, Cancelled, CapacityError, K3VLError, RequestError
+from k3vl.app.sse import event
+from k3vl.errors import (
+    BackendAnswerError,
+    BackendError,
+    BackendTimeoutError,
+    BackendUnavailableError,
+    Cancelled,
+    CapacityError,
+    K3VLError,
+    RequestError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,6 +85,10 @@ def describe(exc: Exception) -> Response:
             return error_response(
                 503, "the server is stopping", kind="server_error", code="stopping"
             )
+        case BackendAnswerError() | BackendUnavailableError() | BackendTimeoutError():
+            status, code = _BACKEND[type(exc)]  # its words stay out of the log: they may quote
+            log.error(json.dumps({"event": "backend_error", "error": code}))
+            return error_response(status, str(exc), kind="server_error", code=code)
         case BackendError():
             log.error(json.dumps({"event": "backend_error", "error": type(exc.__cause__).__name__}))
             return error_response(
@@ -96,6 +111,18 @@ _CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
+
+
+_BACKEND = {
+    BackendAnswerError: (502, "backend_failed"),
+    BackendUnavailableError: (503, "backend_unavailable"),
+    BackendTimeoutError: (504, "backend_timeout"),
+}
+
+
+def error_event(exc: Exception) -> bytes:
+    """The same, as an event in a stream that has begun."""
+    return event(bytes(describe(exc).body))
 
 
 async def handle(_: Request, exc: Exception) -> Response:
@@ -213,7 +240,7 @@ class Bodies:
         self._max_bytes, self._max_total = max_bytes, max_total
         self._held = 0
 
-    async def read(self, request: Request) -> bytearray:
+    async def read(self, request: Request) -> bytes:
         """Read a JSON body; :meth:`release` it when it is no longer held.
 
         Raises:
@@ -228,29 +255,29 @@ class Bodies:
         if declared.isdecimal() and int(declared) > self._max_bytes:
             await _drain(request)
             raise self._too_large()
-        body = bytearray()
+        body = io.BytesIO()  # hands out what it holds without a copy
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     self._held += len(chunk)
-                    body += chunk
-                    self._check(len(body))
+                    body.write(chunk)
+                    self._check(body.tell())
         except TimeoutError:
-            self.release(body)
+            self._held -= body.tell()
             raise HTTPException(
                 408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds."
             ) from None
         except HTTPException:
-            self.release(body)
-            body.clear()
+            self._held -= body.tell()
+            body.close()
             await _drain(request)
             raise
         except BaseException:
-            self.release(body)
+            self._held -= body.tell()
             raise
-        return body
+        return body.getvalue()
 
-    def release(self, body: bytearray) -> None:
+    def release(self, body: bytes) -> None:
         """The body is no longer held."""
         self._held -= len(body)
 

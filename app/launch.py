@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from k3vl.app.engines import EmbeddedEngine
 from k3vl.app.openai import Limits
 from k3vl.app.server import LOCAL_ADDRESSES, ServerSettings, serve
+from k3vl.app.upstream.discovery import open_endpoint
 from k3vl.config import checkpoint_path
 from k3vl.errors import ConfigError
 from k3vl.load import load_sampling_defaults
 from k3vl.pipeline import Pipeline
+from k3vl.types import SamplingParams
 from k3vl.vision.source import FetchPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from k3vl.app.engines import Engine
+    from k3vl.app.upstream.engine import VideoForm
     from k3vl.load import Device
 
 SMALLEST_KEY = 8
@@ -26,7 +34,11 @@ SMALLEST_KEY = 8
 class ServeOptions:
     """The command line's options, under their own names."""
 
-    model: str
+    model: str | None
+    backend: str | None
+    backend_key: str | None
+    backend_model: str | None
+    backend_video: VideoForm
     device: Device
     host: str
     port: int
@@ -47,14 +59,15 @@ class ServeOptions:
     default_max_tokens: int
     media_workers: int
     media_seconds: float
+    media_memory_mib: int
     shutdown_seconds: int
 
 
 def launch(options: ServeOptions) -> None:
-    """Load the model and serve it.
+    """Load the model, or reach the endpoint, and serve it.
 
     Raises:
-        ConfigError: an option or the checkpoint is not usable.
+        ConfigError: an option, the checkpoint or the endpoint is not usable.
     """
     keys = read_keys(options)
     if options.host not in LOCAL_ADDRESSES and not keys:
@@ -62,8 +75,42 @@ def launch(options: ServeOptions) -> None:
             f"warning: {options.host} can be reached from other machines, and no --api-key is set",
             err=True,
         )
-    name = options.model if options.model == "demo" else Path(options.model).resolve().name
-    settings = ServerSettings(
+    with open_engine(options) as (engine, name, sampling):
+        serve(engine, server_settings(options, keys, name, sampling))
+
+
+@contextlib.contextmanager
+def open_engine(options: ServeOptions) -> Iterator[tuple[Engine, str, SamplingParams]]:
+    """What answers, its name, and how it samples where a request says nothing.
+
+    Raises:
+        ConfigError: the checkpoint or the endpoint is not usable.
+        WeightError: the checkpoint's tensors are not.
+    """
+    policy = fetch_policy(options)
+    if options.backend is None:
+        checkpoint = options.model or "demo"
+        name = checkpoint if checkpoint == "demo" else Path(checkpoint).resolve().name
+        sampling = load_sampling_defaults(checkpoint_path(checkpoint))
+        with Pipeline.load(checkpoint, device=options.device, policy=policy) as pipeline:
+            yield EmbeddedEngine(pipeline), name, sampling
+        return
+    engine, name = open_endpoint(
+        options.backend,
+        api_key=options.backend_key,
+        model=options.backend_model,
+        checkpoint=options.model,
+        video=options.backend_video,
+        policy=policy,
+    )
+    yield engine, name, SamplingParams()
+
+
+def server_settings(
+    options: ServeOptions, keys: tuple[str, ...], name: str, sampling: SamplingParams
+) -> ServerSettings:
+    """The server's settings among the options."""
+    return ServerSettings(
         host=options.host,
         port=options.port,
         model_names=options.served_model_name or (name,),
@@ -81,12 +128,10 @@ def launch(options: ServeOptions) -> None:
         max_body_bytes=options.max_body_mib * 2**20,
         media_workers=options.media_workers,
         media_seconds=options.media_seconds,
+        media_memory=options.media_memory_mib * 2**20,
         shutdown_seconds=options.shutdown_seconds,
-        sampling=load_sampling_defaults(checkpoint_path(options.model)),
+        sampling=sampling,
     )
-    policy = fetch_policy(options)
-    with Pipeline.load(options.model, device=options.device, policy=policy) as pipeline:
-        serve(pipeline, settings)
 
 
 def fetch_policy(options: ServeOptions) -> FetchPolicy:

@@ -9,7 +9,7 @@ own API for K3 (tool names, dynamic tools, efforts, partial mode) are in ``rules
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -103,6 +103,7 @@ class ChatRequest(_Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Word | None = None
+    media_errors: Literal["fail", "placeholder"] | None = None
     user: Word | None = None
     # Known to OpenAI's clients and without an effect here.
     metadata: dict[str, str] | None = None
@@ -152,6 +153,9 @@ class ChatCall:
         num_choices: answers wanted.
         stream: as events.
         include_usage: end the stream with a chunk of counts.
+        media_errors: what a picture or clip that cannot be used does to the request: it fails, or
+            goes on with a text in the part's place.
+        fields: the fields that were sent, as they were sent, messages left out.
         warnings: about the request itself.
     """
 
@@ -160,6 +164,8 @@ class ChatCall:
     num_choices: int = 1
     stream: bool = False
     include_usage: bool = False
+    media_errors: Literal["fail", "placeholder"] = "fail"
+    fields: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
@@ -206,6 +212,8 @@ def read_call(
         num_choices=wire.n or 1,
         stream=bool(wire.stream),
         include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
+        media_errors=wire.media_errors or "fail",
+        fields={name: value for name, value in data.items() if name != "messages"},
         warnings=_warnings(messages),
     )
 

@@ -18,7 +18,9 @@ _ERROR_STATUSES = {
     "415": "The content type is not application/json.",
     "429": "Too much at once; Retry-After says when to come again.",
     "500": "The server failed.",
+    "502": "The endpoint behind this server failed.",
     "503": "The server is stopping, or the engine makes no tokens.",
+    "504": "The endpoint behind this server did not answer in time.",
 }
 
 

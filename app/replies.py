@@ -25,11 +25,9 @@ from k3vl.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from k3vl.types import Event, TokenLogprob
-
-    TokenBytes = Callable[[int], bytes]
+    from k3vl.types import Event, TextLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +76,18 @@ def usage_json(usages: Sequence[Usage]) -> dict[str, Any]:
     }
 
 
-def logprobs_json(
-    items: Iterable[TokenLogprob], token_bytes: TokenBytes, *, top: bool
-) -> list[dict[str, Any]]:
+def logprobs_json(items: Iterable[TextLogprob], *, top: bool) -> list[dict[str, Any]]:
     """``logprobs.content``; ``top_logprobs`` is empty where none were asked for."""
     return [
         {
-            **_token(item.token_id, item.logprob, token_bytes),
-            "top_logprobs": [_token(*pair, token_bytes) for pair in item.top] if top else [],
+            **_token(item.token, item.logprob),
+            "top_logprobs": [_token(*pair) for pair in item.top] if top else [],
         }
         for item in items
     ]
 
 
-def _token(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
-    data = token_bytes(token_id)
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
     return {
         "token": data.decode("utf-8", "replace"),
         # JSON has no infinity; OpenAI writes this number for tokens that cannot come.
@@ -131,7 +126,7 @@ class Choice:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
     reason: str = "stop"
     usage: Usage = field(default_factory=Usage)
 
@@ -160,7 +155,6 @@ def completion_json(
     *,
     warnings: Sequence[str],
     num_top: int | None,
-    token_bytes: TokenBytes,
 ) -> dict[str, Any]:
     """A whole ``chat.completion``; ``num_top`` None: no log-probabilities were asked for."""
     return {
@@ -168,13 +162,13 @@ def completion_json(
         "object": "chat.completion",
         "created": heading.created,
         "model": heading.model,
-        "choices": [_choice_json(choice, num_top, token_bytes) for choice in choices],
+        "choices": [_choice_json(choice, num_top) for choice in choices],
         "usage": usage_json([choice.usage for choice in choices]),
         "k3vl": {"warnings": list(warnings)},
     }
 
 
-def _choice_json(choice: Choice, num_top: int | None, token_bytes: TokenBytes) -> dict[str, Any]:
+def _choice_json(choice: Choice, num_top: int | None) -> dict[str, Any]:
     content, reasoning = "".join(choice.content), "".join(choice.reasoning)
     message: dict[str, Any] = {
         "role": "assistant",
@@ -187,7 +181,7 @@ def _choice_json(choice: Choice, num_top: int | None, token_bytes: TokenBytes) -
         message["tool_calls"] = [call_json(call) for call in choice.calls]
     logprobs = None
     if num_top is not None:
-        items = logprobs_json(choice.logprobs, token_bytes, top=num_top > 0)
+        items = logprobs_json(choice.logprobs, top=num_top > 0)
         logprobs = {"content": items, "refusal": None}
     return {
         "index": choice.index,
@@ -213,11 +207,10 @@ class Chunks:
         *,
         include_usage: bool,
         num_top: int | None,
-        token_bytes: TokenBytes,
     ) -> None:
         """Prepare what does not change."""
         self._heading, self._include_usage = heading, include_usage
-        self._num_top, self._token_bytes = num_top, token_bytes
+        self._num_top = num_top
         head = dump(
             {
                 "id": heading.id,
@@ -252,7 +245,7 @@ class Chunks:
             case Content(text, _, ()):
                 return self._text(index, b'{"content":', text)
             case Content(text, _, logprobs):
-                items = logprobs_json(logprobs, self._token_bytes, top=bool(self._num_top))
+                items = logprobs_json(logprobs, top=bool(self._num_top))
                 return self._chunk(
                     index, {"content": text}, logprobs={"content": items, "refusal": None}
                 )

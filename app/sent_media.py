@@ -7,7 +7,6 @@ written anew as MP4 with the frames that K3's own rules choose, each at its time
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 from fractions import Fraction
@@ -19,6 +18,7 @@ import numpy as np
 from k3vl.errors import MediaError
 from k3vl.vision.image import load_image, open_image, read_orientation
 from k3vl.vision.limits import DEFAULT_LIMITS
+from k3vl.vision.portable import IMAGE_TYPES, VIDEO_TYPES, data_url
 from k3vl.vision.processor import composite
 from k3vl.vision.sniff import HEAD_BYTES, sniff
 from k3vl.vision.source import read_path
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from k3vl.config import TransparentBackground
 
 MAX_VIDEO_BYTES = 64 * 2**20
-_SENT_AS_THEY_ARE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
-_VIDEO_TYPES = {"matroska": "video/webm", "avi": "video/x-msvideo"}
 _TICKS = 1000  # a second in an MP4 that is written here
 
 
@@ -42,14 +40,14 @@ def image_url(data: bytes) -> str:
     kind = sniff(data[:HEAD_BYTES])
     header = open_image(data, kind)
     plain = header.mode in ("RGB", "L", "RGBA") and read_orientation(header, []) == 1
-    if plain and kind.decoder in _SENT_AS_THEY_ARE:
-        return _data_url(_SENT_AS_THEY_ARE[kind.decoder], data)
+    if plain and kind.decoder in IMAGE_TYPES:
+        return data_url(IMAGE_TYPES[kind.decoder], data)
     return png_url(data)
 
 
 def png_url(picture: Image | bytes) -> str:
     """A picture, or a file of one, as an upright PNG."""
-    return _data_url("image/png", upright_png(picture))
+    return data_url("image/png", upright_png(picture))
 
 
 def upright_png(picture: Image | bytes) -> bytes:
@@ -79,14 +77,14 @@ def video_url(source: bytes | Path) -> str:
         )
     data = source if isinstance(source, bytes) else read_path(source)
     kind = sniff(data[:HEAD_BYTES])
-    return _data_url(_VIDEO_TYPES.get(kind.decoder, "video/mp4"), data)
+    return data_url(VIDEO_TYPES.get(kind.decoder, "video/mp4"), data)
 
 
 def frames_url(
     frames: Iterable[tuple[Image, float]], background: TransparentBackground | None
 ) -> str:
     """Frames with their seconds as the data URL of a clip."""
-    return _data_url("video/mp4", encode_clip(frames, background))
+    return data_url("video/mp4", encode_clip(frames, background))
 
 
 def encode_clip(
@@ -118,7 +116,3 @@ def encode_clip(
             container.mux(video.encode(frame))
         container.mux(video.encode())
     return stream.getvalue()
-
-
-def _data_url(mime: str, data: bytes) -> str:
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"

@@ -23,7 +23,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from k3vl.app.http import HANDLERS, Access, Bodies, RequestLog, error_response, log
+from k3vl.app.http import (
+    HANDLERS,
+    Access,
+    Bodies,
+    RequestLog,
+    error_event,
+    error_response,
+    log,
+)
 from k3vl.app.metrics import Metrics
 from k3vl.app.openai import Limits
 from k3vl.app.openapi import document
@@ -32,7 +40,7 @@ from k3vl.app.sse import send_events, until_disconnect
 from k3vl.errors import Cancelled
 from k3vl.types import SamplingParams
 from k3vl.vision.limits import DETAIL_PATCHES
-from k3vl.vision.workers import MediaWorkers
+from k3vl.vision.workers import DEFAULT_MEMORY, MediaWorkers
 
 if TYPE_CHECKING:
     import socket
@@ -40,8 +48,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from k3vl.app.engines import Engine
     from k3vl.app.openai import ChatCall
-    from k3vl.pipeline import Pipeline
 
 LOCAL_ADDRESSES = frozenset({"127.0.0.1", "::1", "localhost"})
 PATHS = (
@@ -71,6 +79,7 @@ class ServerSettings:
         max_body_bytes, max_bodies_bytes: of one request body, and of all together.
         media_workers: decoding processes.
         media_seconds: longest decoding of one media part.
+        media_memory: bytes that one decoding process may have.
         shutdown_seconds: how long running answers may go on once the server is to stop.
         sampling: where a request says nothing.
     """
@@ -88,17 +97,18 @@ class ServerSettings:
     max_bodies_bytes: int = 512 * 2**20
     media_workers: int = 2
     media_seconds: float = 60.0
+    media_memory: int = DEFAULT_MEMORY
     shutdown_seconds: int = 30
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 class Server:
-    """The application around one pipeline; ``app`` is ASGI."""
+    """The application around one engine; ``app`` is ASGI."""
 
-    def __init__(self, pipeline: Pipeline, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         """Build the routes; nothing runs before the lifespan begins."""
-        self.pipeline, self.settings = pipeline, settings
-        self.metrics = Metrics(pipeline.stats)
+        self.engine, self.settings = engine, settings
+        self.metrics = Metrics(engine.stats)
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes, max_total=settings.max_bodies_bytes
         )
@@ -143,9 +153,11 @@ class Server:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         settings = self.settings
         workers = MediaWorkers(
-            self.pipeline.processor,
+            self.engine.processor,
+            form=self.engine.media_form,
             num_workers=settings.media_workers,
             max_seconds=settings.media_seconds,
+            max_memory=settings.media_memory,
         )
         limits = ServiceLimits(
             request=settings.limits,
@@ -154,7 +166,7 @@ class Server:
             media_prefills=settings.media_prefills,
         )
         self._service = ChatService(
-            self.pipeline, workers, self.metrics, limits, sampling=settings.sampling
+            self.engine, workers, self.metrics, limits, sampling=settings.sampling
         )
         watch = asyncio.create_task(self.metrics.watch_loop())
         try:
@@ -173,8 +185,8 @@ class Server:
         """``POST /v1/tokenize``: as chat, without generating."""
         with self.service.admission():
             call = await self.read(request)
-            prepared = await until_disconnect(request.receive, self.service.prepare(call))
-            return JSONResponse(self.service.tokens(call, prepared))
+            counted = await until_disconnect(request.receive, self.service.tokenize(call))
+            return Response(counted, media_type="application/json")
 
     async def read(self, request: Request) -> ChatCall:
         """Read and check a body and the model's name in it."""
@@ -203,14 +215,14 @@ class Server:
 
     def _describe(self, name: str) -> dict[str, Any]:
         settings, limits = self.settings, self.settings.limits
-        media = self.pipeline.processor
+        media = self.engine.processor
         budget = media.config.in_patch_limit
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "k3vl",
-            "context_length": self.pipeline.context_length,
+            "context_length": self.engine.context_length,
             "modalities": {"input": ["text", "image", "video"], "output": ["text"]},
             "limits": {
                 "max_images": limits.max_images,
@@ -284,11 +296,11 @@ class _Chat(Response):
 
     async def _answer(self, call: ChatCall, send: Send) -> Response | None:
         service = self._server.service
-        prepared = await service.prepare(call)
+        ready = await service.prepare(call)
         if call.stream:
-            await send_events(send, service.frames(call, prepared))
+            await send_events(send, service.frames(ready), error_event)
             return None
-        return Response(await service.whole(call, prepared), media_type="application/json")
+        return Response(await service.whole(ready), media_type="application/json")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -303,14 +315,14 @@ class _Uvicorn(uvicorn.Server):
                 log.info(json.dumps({"event": "listening", "host": host, "port": port}))
 
 
-def serve(pipeline: Pipeline, settings: ServerSettings) -> None:
+def serve(engine: Engine, settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM; answers under way may finish within a limit."""
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
-    server = Server(pipeline, settings)
+    server = Server(engine, settings)
     config = uvicorn.Config(
         server.app,
         host=settings.host,

@@ -9,27 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 import pydantic_core
 
 from k3vl.app.openai import ChatCall, Limits, read_call
-from k3vl.app.replies import Choice, Chunks, Heading, completion_json, dump, error_json
-from k3vl.app.sse import DONE, event
-from k3vl.errors import CapacityError, K3VLError, MediaError, RequestError
-from k3vl.types import Finish, Prompt, SamplingParams, TextPart
+from k3vl.app.replies import Choice, Chunks, Heading, completion_json, dump
+from k3vl.app.sse import DONE
+from k3vl.errors import CapacityError, MediaError, RequestError
+from k3vl.types import Finish, SamplingParams, TextPart
 from k3vl.xtml.render import media_parts
-from k3vl.xtml.tokens import END_OF_MSG
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
+    from k3vl.app.engines import Batches, Engine, PreparedChat
     from k3vl.app.metrics import Metrics
-    from k3vl.generation import Answer
-    from k3vl.lm.backend import Token
-    from k3vl.pipeline import Pipeline, Prepared
-    from k3vl.types import Event, MediaPart, ProcessedMedia
+    from k3vl.types import MediaPart, Message, ProcessedMedia
     from k3vl.vision.workers import MediaWorkers
 
 _T = TypeVar("_T")
@@ -38,7 +35,6 @@ SMALL_BODY = 1 << 16
 """Bodies up to this are parsed on the event loop; it takes less than handing them to a thread."""
 HEARTBEAT_SECONDS = 5.0
 """A token this recent proves that the engine lives."""
-PROBE_SECONDS = 10.0
 RETRY_SECONDS = 2.0
 
 
@@ -59,12 +55,29 @@ class ServiceLimits:
     media_prefills: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A request that waits for the engine.
+
+    Attributes:
+        call: what is asked.
+        chat: the engine's own form of it.
+        has_media: pictures or clips are in it.
+        warnings: about the request and its media.
+    """
+
+    call: ChatCall
+    chat: PreparedChat
+    has_media: bool
+    warnings: tuple[str, ...]
+
+
 class ChatService:
     """Serves chat requests on one event loop."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        engine: Engine,
         workers: MediaWorkers,
         metrics: Metrics,
         limits: ServiceLimits,
@@ -74,29 +87,26 @@ class ChatService:
         """Join the parts.
 
         Args:
-            pipeline: everything but the media.
+            engine: what answers.
             workers: the media.
             metrics: where to count.
             limits: how much at once.
             sampling: where a request says nothing.
         """
-        self.pipeline, self.workers, self.metrics, self.limits = pipeline, workers, metrics, limits
+        self.engine, self.workers, self.metrics, self.limits = engine, workers, metrics, limits
         self._sampling = sampling
         self._admitted = 0
         self._slots = asyncio.Semaphore(limits.max_running)
         self._media_gate = asyncio.Semaphore(limits.media_prefills)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="k3vl-prepare")
         self._last_token = float("-inf")
-        tokenizer = pipeline.tokenizer
-        self._longest_token = max(
-            len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)
-        )
         metrics.media_jobs.set_function(lambda: workers.num_jobs)
 
     async def close(self) -> None:
-        """Stop the media workers; the pipeline belongs to the caller."""
+        """Stop the media workers and let go of the engine."""
         await self.workers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await self.engine.close()
 
     # ------------------------------------------------------------------ before the engine
 
@@ -120,7 +130,7 @@ class ChatService:
             self._admitted -= 1
             self.metrics.waiting.dec()
 
-    async def read(self, body: bytearray) -> ChatCall:
+    async def read(self, body: bytes) -> ChatCall:
         """Parse and check a body.
 
         Raises:
@@ -130,7 +140,7 @@ class ChatService:
             return self._read(body)
         return await self._in_thread(self._read, body)
 
-    def _read(self, body: bytearray) -> ChatCall:
+    def _read(self, body: bytes) -> ChatCall:
         try:
             data = pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as exc:
@@ -141,102 +151,111 @@ class ChatService:
         return read_call(
             data,
             limits=self.limits.request,
-            options=self.pipeline.defaults,
+            options=self.engine.defaults,
             sampling=self._sampling,
         )
 
-    async def prepare(self, call: ChatCall) -> Prepared:
+    async def prepare(self, call: ChatCall) -> Ready:
         """Media on the workers, all of a request's at once; then the prompt, on a thread.
 
         Raises:
             RequestError: media, conversation or the asked form cannot be used.
             CapacityError: too many media are waiting.
         """
-        self._check_length(call)
         with self.metrics.preparation.time():
-            tasks = [
-                asyncio.create_task(self._process(where, part))
-                for where, part in media_parts(call.request.messages)
-            ]
-            try:
-                media: Sequence[ProcessedMedia] = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            return await self._in_thread(self.pipeline.assemble, call.request, media)
+            call, media = await self._process_all(call)
+            chat = await self._in_thread(self.engine.prepare, call, media)
+        return Ready(
+            call=call, chat=chat, has_media=bool(media), warnings=_all_warnings(call, media)
+        )
+
+    async def _process_all(self, call: ChatCall) -> tuple[ChatCall, Sequence[ProcessedMedia]]:
+        """All media of a request, in the order of the prompt; failed ones may become text."""
+        self._check_length(call)
+        parts = media_parts(call.request.messages)
+        tasks = [asyncio.create_task(self._process(call, *item)) for item in parts]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        failed = {
+            where: result
+            for (where, _), result in zip(parts, results, strict=True)
+            if isinstance(result, MediaError)
+        }
+        media = [result for result in results if not isinstance(result, MediaError)]
+        return (without_media(call, failed) if failed else call), media
 
     def _check_length(self, call: ChatCall) -> None:
         """Refuse text that cannot fit whatever its tokens are, before time goes into them."""
-        context = self.pipeline.context_length
+        most = self.engine.most_characters
         length = sum(
             len(part.text)
             for message in call.request.messages
             for part in message.parts
             if isinstance(part, TextPart)
         )
-        if context is not None and length > context * self._longest_token:
+        if most is not None and length > most:
             raise RequestError(
-                f"the text has {length} characters; no {context} tokens can hold them",
+                f"the text has {length} characters; no {self.engine.context_length} tokens can "
+                "hold them",
                 param="messages",
                 code="context_length_exceeded",
             )
 
-    async def _process(self, where: str, part: MediaPart) -> ProcessedMedia:
+    async def _process(
+        self, call: ChatCall, where: str, part: MediaPart
+    ) -> ProcessedMedia | MediaError:
+        """One part; its error is a value where the request can go on without the part."""
         try:
             return await self.workers.process(part)
         except MediaError as exc:
-            raise MediaError(f"{where}: {exc}", param=where, code=exc.code) from exc
+            error = MediaError(f"{where}: {exc}", param=where, code=exc.code)
+            if call.media_errors == "placeholder":
+                return error
+            raise error from exc
 
     async def _in_thread(self, work: Callable[[Unpack[_Args]], _T], *args: *_Args) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     # ------------------------------------------------------------------ answering
 
-    async def whole(self, call: ChatCall, prepared: Prepared) -> bytes:
+    async def whole(self, ready: Ready) -> bytes:
         """All answers, as one ``chat.completion``."""
-        choices = [Choice(index) for index in range(call.num_choices)]
-        async with self._generate(call, prepared) as batches:
+        choices = [Choice(index) for index in range(ready.call.num_choices)]
+        async with self._generate(ready) as batches:
             async for index, events in batches:
                 choices[index].feed(events)
-        sampling = call.request.sampling
-        return dump(
-            completion_json(
-                Heading.new(call.model),
-                choices,
-                warnings=(*call.warnings, *prepared.warnings),
-                num_top=sampling.logprobs,
-                token_bytes=self.pipeline.tokenizer.token_bytes,
-            )
-        )
+        heading, sampling = Heading.new(ready.call.model), ready.call.request.sampling
 
-    async def frames(self, call: ChatCall, prepared: Prepared) -> AsyncGenerator[bytes]:
-        """All answers, as framed chunks; an error on the way is a frame too."""
+        def write() -> bytes:  # log-probabilities of a long answer are megabytes
+            return dump(
+                completion_json(
+                    heading, choices, warnings=ready.warnings, num_top=sampling.logprobs
+                )
+            )
+
+        return await self._in_thread(write)
+
+    async def frames(self, ready: Ready) -> AsyncGenerator[bytes]:
+        """All answers, as framed chunks; the first comes when the engine has taken the request."""
+        call = ready.call
         chunks = Chunks(
             Heading.new(call.model),
             include_usage=call.include_usage,
             num_top=call.request.sampling.logprobs,
-            token_bytes=self.pipeline.tokenizer.token_bytes,
         )
-        warnings = (*call.warnings, *prepared.warnings)
-        try:
-            async with self._generate(call, prepared) as batches:
-                for index in range(call.num_choices):
-                    yield chunks.begin(index, warnings if index == 0 else ())
-                async for index, events in batches:
-                    yield chunks.write(index, events)
-        except K3VLError as exc:
-            is_request = isinstance(exc, RequestError | CapacityError)
-            kind = "invalid_request_error" if is_request else "server_error"
-            text = str(exc) if is_request else "the engine failed on this request"
-            yield event(dump(error_json(text, kind, code="stream_error")))
-            return
+        async with self._generate(ready) as batches:
+            for index in range(call.num_choices):
+                yield chunks.begin(index, ready.warnings if index == 0 else ())
+            async for index, events in batches:
+                yield chunks.write(index, events)
         yield chunks.end() + DONE
 
     @contextlib.asynccontextmanager
-    async def _generate(
-        self, call: ChatCall, prepared: Prepared
-    ) -> AsyncIterator[AsyncIterator[tuple[int, list[Event]]]]:
+    async def _generate(self, ready: Ready) -> AsyncIterator[Batches]:
         """Hold a slot and the generations of a request.
 
         Media are let into the engine a few at a time: a step that encodes and prefills the pictures
@@ -244,30 +263,22 @@ class ChatService:
         """
         begun = asyncio.get_running_loop().time()
         async with self._slots, contextlib.AsyncExitStack() as gate:
-            if prepared.media:
+            if ready.has_media:
                 await gate.enter_async_context(self._media_gate)
             self.metrics.running.inc()
             self.metrics.waiting.dec()
-            answers: list[Answer] = []
             try:
-                for index in range(call.num_choices):
-                    answers.append(self.pipeline.answer(prepared, index))  # noqa: PERF401 - an error must find those before it
-                merged = _merge(answers)
-                watched = self._watch(merged, gate, begun)
-                async with contextlib.aclosing(merged), contextlib.aclosing(watched):
-                    yield watched
+                async with ready.chat.answers() as batches:
+                    watched = self._watch(batches, gate, begun)
+                    async with contextlib.aclosing(watched):
+                        yield watched
             finally:
-                for answer in answers:
-                    answer.close()
                 self.metrics.running.dec()
                 self.metrics.waiting.inc()
 
     async def _watch(
-        self,
-        batches: AsyncIterator[tuple[int, list[Event]]],
-        gate: contextlib.AsyncExitStack,
-        begun: float,
-    ) -> AsyncGenerator[tuple[int, list[Event]]]:
+        self, batches: Batches, gate: contextlib.AsyncExitStack, begun: float
+    ) -> Batches:
         """Note signs of life, times and counts; open the gate with the first text."""
         loop = asyncio.get_running_loop()
         is_first = True
@@ -284,55 +295,71 @@ class ChatService:
 
     # ------------------------------------------------------------------ other routes
 
-    def tokens(self, call: ChatCall, prepared: Prepared) -> dict[str, Any]:
-        """The answer of ``/v1/tokenize``."""
+    async def tokenize(self, call: ChatCall) -> bytes:
+        """The answer of ``/v1/tokenize``.
+
+        Raises:
+            K3VLError: as :meth:`prepare`.
+        """
+        call, media = await self._process_all(call)
+        return await self._in_thread(self._count, call, media)
+
+    def _count(self, call: ChatCall, media: Sequence[ProcessedMedia]) -> bytes:
+        prompt, usage = self.engine.count(call, media)
         where = [place for place, _ in media_parts(call.request.messages)]
-        return {
+        counted = {
             "object": "tokenization",
             "model": call.model,
-            "tokens": prepared.prompt.token_ids,
-            "count": len(prepared.prompt.token_ids),
-            "prompt_tokens": prepared.usage.prompt_tokens,
-            "image_tokens": prepared.usage.image_tokens,
-            "video_tokens": prepared.usage.video_tokens,
-            "context_length": self.pipeline.context_length,
-            "media": [
-                _plan(place, media) for place, media in zip(where, prepared.media, strict=True)
-            ],
-            "k3vl": {"warnings": [*call.warnings, *prepared.warnings]},
+            "tokens": prompt.token_ids,
+            "count": len(prompt.token_ids),
+            "prompt_tokens": usage.prompt_tokens,
+            "image_tokens": usage.image_tokens,
+            "video_tokens": usage.video_tokens,
+            "context_length": self.engine.context_length,
+            "media": [_plan(place, item) for place, item in zip(where, media, strict=True)],
+            "k3vl": {"warnings": _all_warnings(call, media)},
         }
+        return dump(counted)
 
     async def is_ready(self) -> bool:
-        """The engine has just made a token, or makes one when asked."""
+        """The engine has just made a token, or would make one when asked."""
         loop = asyncio.get_running_loop()
         if loop.time() - self._last_token < HEARTBEAT_SECONDS:
             return True
-        beat: asyncio.Future[bool] = loop.create_future()
-
-        def settle(is_alive: bool) -> None:
-            if not beat.done():
-                beat.set_result(is_alive)
-
-        def sink(item: Token | K3VLError) -> None:
-            loop.call_soon_threadsafe(settle, not isinstance(item, K3VLError))
-
-        token_id = self.pipeline.tokenizer.special_ids[END_OF_MSG]
-        try:
-            request_id = self.pipeline.backend.submit(
-                Prompt((token_id,)), SamplingParams(max_tokens=1), sink
-            )
-        except K3VLError:
-            return False
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                is_alive = await beat
-        except TimeoutError:
-            return False
-        finally:
-            self.pipeline.backend.cancel(request_id)
+        is_alive = await self.engine.probe()
         if is_alive:
             self._last_token = loop.time()
         return is_alive
+
+
+def _all_warnings(call: ChatCall, media: Sequence[ProcessedMedia]) -> tuple[str, ...]:
+    return (*call.warnings, *(warning for item in media for warning in item.warnings))
+
+
+def without_media(call: ChatCall, failed: Mapping[str, MediaError]) -> ChatCall:
+    """Text in the place of media that cannot be used, and a warning for each.
+
+    Args:
+        call: a request that wants to go on without them.
+        failed: errors by place, as ``xtml.render.media_parts`` names it.
+    """
+
+    def patched(index: int, message: Message) -> Message:
+        parts = tuple(
+            part
+            if (error := failed.get(f"messages[{index}].content[{position}]")) is None
+            else TextPart(f"[{getattr(part, 'kind', 'part')} left out: {error.code}]")
+            for position, part in enumerate(message.parts)
+        )
+        return replace(message, parts=parts)
+
+    messages = tuple(patched(*pair) for pair in enumerate(call.request.messages))
+    warnings = (f"{error}; a text stands in its place" for error in failed.values())
+    return replace(
+        call,
+        request=replace(call.request, messages=messages),
+        warnings=(*call.warnings, *warnings),
+    )
 
 
 def _plan(where: str, media: ProcessedMedia) -> dict[str, Any]:
@@ -354,37 +381,3 @@ def _plan(where: str, media: ProcessedMedia) -> dict[str, Any]:
         ],
         "frame_times": media.frame_times,
     }
-
-
-async def _merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Event]]]:
-    """The events of several answers as they come; the first error ends all."""
-    if len(answers) == 1:
-        async for events in answers[0]:
-            yield 0, events
-        return
-    inbox: asyncio.Queue[tuple[int, list[Event]] | K3VLError | None] = asyncio.Queue()
-
-    async def pump(index: int, answer: Answer) -> None:
-        try:
-            async for events in answer:
-                inbox.put_nowait((index, events))
-        except K3VLError as exc:
-            inbox.put_nowait(exc)
-        else:
-            inbox.put_nowait(None)
-
-    tasks = [asyncio.create_task(pump(*pair)) for pair in enumerate(answers)]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await inbox.get()
-            if isinstance(item, K3VLError):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from k3vl.errors import Cancelled
+from k3vl.errors import Cancelled, K3VLError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
     from starlette.types import Receive, Send
 
@@ -58,27 +58,68 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def send_events(
-    send: Send, frames: AsyncGenerator[bytes], *, keep_alive: float = KEEP_ALIVE_SECONDS
+    send: Send,
+    frames: AsyncGenerator[bytes],
+    error_frame: Callable[[K3VLError], bytes],
+    *,
+    keep_alive: float = KEEP_ALIVE_SECONDS,
 ) -> None:
-    """Answer with a stream of frames; a comment is sent where nothing else is for a while."""
-    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-    loop = asyncio.get_running_loop()
-    last = loop.time()
+    """Answer with a stream of frames; a comment is sent where nothing else is for a while.
 
-    async def stay_alive() -> None:
-        while True:
-            await asyncio.sleep(max(last + keep_alive - loop.time(), 0.05))
-            if loop.time() >= last + keep_alive:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                await asyncio.sleep(keep_alive)
+    The answer begins with the first frame, or once it has been waited for as long as a comment is;
+    until then an error is the caller's to answer, with a status of its own.
 
-    keeper = asyncio.create_task(stay_alive())
-    try:
-        async with contextlib.aclosing(frames):
-            async for frame in frames:
-                last = loop.time()
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-    finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
+    Args:
+        send: ASGI's.
+        frames: what is sent; closed at the end.
+        error_frame: the last frame of a stream that fails after it has begun.
+        keep_alive: seconds of silence before a comment.
+
+    Raises:
+        K3VLError: of ``frames``, while nothing has been sent.
+    """
+    async with contextlib.aclosing(frames):
+        first = asyncio.ensure_future(anext(frames, b""))
+        keeper: asyncio.Task[None] | None = None
+        try:
+            await asyncio.wait([first], timeout=keep_alive)
+            if first.done():
+                first.result()
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            stream = _Stream(send, keep_alive)
+            keeper = asyncio.create_task(stream.stay_alive())
+            try:
+                await stream.write(await first)
+                async for frame in frames:
+                    await stream.write(frame)
+            except K3VLError as exc:
+                await stream.write(error_frame(exc))
+        finally:
+            waiting = [task for task in (first, keeper) if task is not None]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Stream:
+    """The body of an answer that has begun."""
+
+    def __init__(self, send: Send, keep_alive: float) -> None:
+        self._send, self._keep_alive = send, keep_alive
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time() - keep_alive
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame."""
+        self._last = self._loop.time()
+        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def stay_alive(self) -> None:
+        """Send a comment whenever nothing was sent for a while."""
+        while True:
+            due = self._last + self._keep_alive
+            if self._loop.time() < due:
+                await asyncio.sleep(due - self._loop.time())
+            else:
+                await self.write(KEEP_ALIVE)

@@ -24,6 +24,7 @@ from PIL import Image
 
 import k3vl
 from k3vl.lm.engine import EngineConfig
+from k3vl.load import REUSE_PAGE
 from k3vl.pipeline import Pipeline
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
 
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "prefix_cache.json")
     options = parser.parse_args()
-    config = {"num_threads": 1}
+    config = {"num_threads": 1, "page_size": REUSE_PAGE}
     process = psutil.Process()
     peak = process.memory_info().rss
     results: dict[str, dict[str, object]] = {}

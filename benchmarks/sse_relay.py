@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Mount, Route
 
+from k3vl.app.engines import EmbeddedEngine
 from k3vl.app.server import Server, ServerSettings
 from k3vl.config import checkpoint_path, load_media_config
 from k3vl.lm.backend import Token
@@ -110,7 +111,7 @@ def application() -> Starlette:
         defaults=ChatOptions(thinking=False),
         name="demo",
     )
-    server = Server(pipeline, ServerSettings(media_workers=1, max_running=256))
+    server = Server(EmbeddedEngine(pipeline), ServerSettings(media_workers=1, max_running=256))
     chunk = {
         "id": "chatcmpl-" + "0" * 32,
         "object": "chat.completion.chunk",

@@ -5,6 +5,10 @@ the think channel runs free and may only be closed properly, then the response c
 the tools. So the mask engages by itself wherever the prompt left off, and no boundary that the
 model gets wrong can switch it off. llguidance computes the masks; this module writes the grammars.
 
+Calls that the model makes on its own (``tool_choice: auto``) are held to the tools' schemas from
+the moment it opens the tools channel until it closes it; before and after it is free, and nothing
+is computed.
+
 Forced calls leave the response channel empty, as clients expect null content beside them. Arguments
 follow the tool's schema: each property as an ``argument`` element in the order of declaration; a
 schema that goes beyond plain properties is met by one ``json`` element.
@@ -15,7 +19,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from k3vl.types import ChatOptions, Request
+    from k3vl.types import ChatOptions, LogitMask, Request
     from k3vl.xtml.tokenizer import Tokenizer
 
 _COMPACT: Final = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
@@ -42,6 +46,7 @@ _PLAIN_STRING: Final = frozenset(
     {"type", "enum", "const", "minLength", "maxLength", "description", "title", "default"}
     | {"examples"}
 )
+_LONGEST_HEADER: Final = 64
 _JSON_TYPES: Final = {bool: "boolean", type(None): "null", int: "number", float: "number"}
 
 
@@ -65,17 +70,74 @@ class Mask:
         """Step over a token."""
         self._matcher.consume_token(token_id)
 
+    def is_complete(self) -> bool:
+        """The grammar's text may end here."""
+        return bool(self._matcher.is_accepting())
+
+
+class Constraint(Protocol):
+    """A compiled grammar; every generation takes a mask of its own."""
+
+    def mask(self) -> LogitMask:
+        """A fresh mask."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constraint:
-    """A compiled grammar; every generation takes a mask of its own."""
+class WholeConstraint:
+    """Holds from the first token on."""
 
     matcher: LLMatcher
     vocab_size: int
 
     def mask(self) -> Mask:
-        """A fresh mask."""
+        """See :class:`Constraint`."""
         return Mask(self.matcher.deep_copy(), self.vocab_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallsConstraint:
+    """Holds inside every tools channel that the model opens."""
+
+    inside: WholeConstraint
+    tokenizer: Tokenizer
+
+    def mask(self) -> CallsMask:
+        """See :class:`Constraint`."""
+        return CallsMask(self)
+
+
+class CallsMask:
+    """Watches for ``<|open|>tools<|sep|>``, then masks until the channel is closed."""
+
+    def __init__(self, constraint: CallsConstraint) -> None:
+        """Start outside."""
+        self._constraint = constraint
+        ids = constraint.tokenizer.special_ids
+        self._open, self._sep = ids[tokens.OPEN], ids[tokens.SEP]
+        self._header: bytes | None = None
+        self._inside: Mask | None = None
+
+    def allowed(self) -> np.ndarray | None:
+        """See :class:`k3vl.types.LogitMask`."""
+        return None if self._inside is None else self._inside.allowed()
+
+    def accept(self, token_id: int) -> None:
+        """See :class:`k3vl.types.LogitMask`."""
+        tokenizer = self._constraint.tokenizer
+        if self._inside is not None:
+            self._inside.accept(token_id)
+            if self._inside.is_complete():
+                self._inside = None
+        elif token_id == self._open:
+            self._header = b""
+        elif token_id == self._sep:
+            if self._header is not None and self._header.strip() == b"tools":
+                self._inside = self._constraint.inside.mask()
+            self._header = None
+        elif tokenizer.is_control(token_id):
+            self._header = None
+        elif self._header is not None and len(self._header) < _LONGEST_HEADER:
+            self._header += tokenizer.token_bytes(token_id)
 
 
 class ConstraintCompiler:
@@ -95,9 +157,8 @@ class ConstraintCompiler:
         """
         grammar = write_grammar(request, self._tokenizer.special_ids)
         if grammar is None:
-            return None
-        library = self._tokenizer_of_library()
-        matcher = LLMatcher(library, LLMatcher.grammar_from_lark(grammar), log_level=0)
+            return self._compile_calls(request)
+        matcher = self._matcher(grammar)
         if matcher.is_error():
             forced = request.options.response_format is None
             where = "tools" if forced else "response_format"
@@ -113,7 +174,27 @@ class ConstraintCompiler:
                 "the text to be continued cannot begin an answer of the asked form",
                 param=f"messages[{len(request.messages) - 1}].content",
             )
-        return Constraint(matcher, self._tokenizer.vocab_size)
+        return WholeConstraint(matcher, self._tokenizer.vocab_size)
+
+    def _compile_calls(self, request: Request) -> CallsConstraint | None:
+        """For calls that may be made.
+
+        Schemas that cannot be enforced leave them free: nobody asked for a form, so the request
+        must not fail for it.
+        """
+        grammar = write_calls_grammar(request, self._tokenizer.special_ids)
+        if grammar is None:
+            return None
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            return None
+        return CallsConstraint(
+            WholeConstraint(matcher, self._tokenizer.vocab_size), self._tokenizer
+        )
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        library = self._tokenizer_of_library()
+        return LLMatcher(library, LLMatcher.grammar_from_lark(grammar), log_level=0)
 
     def _tokenizer_of_library(self) -> LLTokenizer:
         with self._lock:
@@ -182,6 +263,18 @@ def write_grammar(request: Request, special_ids: Mapping[str, int]) -> str | Non
     return writer.text()
 
 
+def write_calls_grammar(request: Request, special_ids: Mapping[str, int]) -> str | None:
+    """The grammar of a tools channel behind its opening tag; None where no call may be made."""
+    declared = declared_functions(request)
+    if not declared or request.options.tool_choice == "none":
+        return None
+    writer = _Grammar(special_ids)
+    writer.rules["start"] = writer.calls_inside(
+        declared, several=request.options.parallel_tool_calls
+    )
+    return writer.text()
+
+
 def declared_functions(request: Request) -> list[Mapping[str, Any]]:
     """The ``function`` objects of the request's tools and of those declared on the way."""
     tools = [*request.tools, *(tool for message in request.messages for tool in message.tools)]
@@ -244,12 +337,14 @@ class _Grammar:
 
     def calls(self, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         """A rule for the tools channel with calls of these functions."""
-        self.rules["call"] = "\n  | ".join(self._call(function) for function in functions)
-        many = "call+" if several else "call"
-        self.rules["calls"] = (
-            f'{self.open} "tools" {self.sep} {many} {self.close} "tools" {self.sep}'
-        )
+        inside = self.calls_inside(functions, several=several)
+        self.rules["calls"] = f'{self.open} "tools" {self.sep} {inside}'
         return "calls"
+
+    def calls_inside(self, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """What follows the opening tag of the tools channel, its closing tag included."""
+        self.rules["call"] = "\n  | ".join(self._call(function) for function in functions)
+        return f'{"call+" if several else "call"} {self.close} "tools" {self.sep}'
 
     def _call(self, function: Mapping[str, Any]) -> str:
         head = f'call tool="{escape_attribute(function["name"])}" index="'

@@ -8,7 +8,10 @@
      |    +-- TemplateError  messages that K3's chat format cannot express
      +-- CapacityError       too much for now or for ever (429 / 503)
      +-- Cancelled           the caller went away (499)
-     +-- BackendError        the engine failed or is gone (500 / 502)
+     +-- BackendError        the engine failed or is gone (500)
+     |    +-- BackendAnswerError       an endpoint behind us answers nonsense, or breaks off (502)
+     |    +-- BackendUnavailableError  it cannot be reached, or takes nothing now (503)
+     |    +-- BackendTimeoutError      it does not answer in time (504)
      +-- ConfigError         config.json or flags (start-up, exit 1)
      +-- WeightError         checkpoint tensors (start-up, exit 1)
      +-- ShapeError          an op was called with disagreeing shapes
@@ -64,6 +67,18 @@ class Cancelled(K3VLError):  # noqa: N818 - an outcome that the caller asked for
 
 class BackendError(K3VLError):
     """The engine failed, or its thread is dead."""
+
+
+class BackendAnswerError(BackendError):
+    """An endpoint behind this one failed, or sent what is no answer."""
+
+
+class BackendUnavailableError(BackendError):
+    """An endpoint behind this one cannot be reached, or takes no requests now."""
+
+
+class BackendTimeoutError(BackendError):
+    """An endpoint behind this one did not answer in time."""
 
 
 class ConfigError(K3VLError):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from k3vl.errors import K3VLError
-from k3vl.types import Content, Finish, Reasoning
+from k3vl.types import Content, Finish, Reasoning, TextLogprob
 from k3vl.xtml.parser import StreamParser
 from k3vl.xtml.tokenizer import Detokenizer
 from k3vl.xtml.tokens import CLOSE, OPEN
@@ -150,8 +150,16 @@ class Generation:
         is_control = self._tokenizer.is_control(token_id)
         return self._tokenizer.token_bytes(token_id).decode() if is_control else ""
 
-    def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
-        taken = tuple(self._logprobs)
+    def _take_logprobs(self) -> tuple[TextLogprob, ...]:
+        data = self._tokenizer.token_bytes
+        taken = tuple(
+            TextLogprob(
+                data(item.token_id),
+                item.logprob,
+                tuple((data(token_id), logprob) for token_id, logprob in item.top),
+            )
+            for item in self._logprobs
+        )
         self._logprobs.clear()
         return taken
 

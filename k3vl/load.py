@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
@@ -34,12 +34,15 @@ if TYPE_CHECKING:
 
     from k3vl.checkpoint_summary import CheckpointSummary
     from k3vl.config import K3Config, MediaConfig
+    from k3vl.kernels.choice import Kernels
     from k3vl.lm.model import K3Model
     from k3vl.xtml.tokenizer import Tokenizer
 
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 SMALL_HIDDEN_SIZE = 1024
 """Below this width a model's operations gain nothing from a second CPU thread."""
+REUSE_PAGE = 32
+"""Tokens of a page where the kernels' rows are independent; 16 would waste a quarter of it."""
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
@@ -51,6 +54,7 @@ class WeightLoader:
         config: of the checkpoint that was opened first.
         media: its media settings; the tower normalises by them.
         dtype, device: of all weights.
+        kernels: for models of that dtype on that device.
         batch: patches that the encoder joins; see :class:`k3vl.vision.encoder.VisionEncoder`.
     """
 
@@ -58,6 +62,7 @@ class WeightLoader:
     media: MediaConfig
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels
     batch: int | None = None
 
     def load(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
@@ -69,10 +74,16 @@ class WeightLoader:
         reader = CheckpointReader(directory)
         reader.require_only([PREFIX, *VISION_PREFIXES])
         tower, projector = load_vision(
-            reader, self.config.vision, self.media, dtype=self.dtype, device=self.device
+            reader,
+            self.config.vision,
+            self.media,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.kernels.vision,
         )
-        kernels = choose(self.device, self.dtype)
-        model = load_model(reader, self.config.text, kernels, dtype=self.dtype, device=self.device)
+        model = load_model(
+            reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device
+        )
         return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch)
 
     def load_beside(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
@@ -161,6 +172,7 @@ def open_checkpoint(
     defaults = load_chat_defaults(directory)
     tokenizer = load_tokenizer(directory)
     where, dtype = choose_device(device)
+    kernels = choose(where, dtype)
     summary = summarise(directory, config)
     fits, sentence = summary.fits(available_memory(where), dtype)
     if not fits:
@@ -168,10 +180,15 @@ def open_checkpoint(
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE
+        # Where pages are not passes, small ones only gain: more of a prompt is reused.
         engine = EngineConfig(num_threads=1 if small else None)
+        if kernels.row_independent:
+            engine = replace(engine, page_size=REUSE_PAGE)
     # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
     batch = engine.max_step_patches if where.type == "cuda" else None
-    weights = WeightLoader(config=config, media=media, dtype=dtype, device=where, batch=batch)
+    weights = WeightLoader(
+        config=config, media=media, dtype=dtype, device=where, kernels=kernels, batch=batch
+    )
     model, encoder = weights.load(directory)
     # With one thread for each operation another core is free for the tower.
     ahead = EncodeAhead(encoder) if where.type == "cpu" and engine.num_threads == 1 else None

@@ -29,23 +29,20 @@ from typing import TYPE_CHECKING, Any, Self
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
 from k3vl.generation import Answer, Generation, Inbox, confidence_of
+from k3vl.lm.backend import HoldsFeatures, ReportsStats
+from k3vl.prompt import PromptWriter
 from k3vl.types import (
     ChatOptions,
     Finish,
     MediaPart,
-    MediaSpan,
     Message,
-    Prompt,
     Request,
     SamplingParams,
     TextPart,
-    Usage,
 )
 from k3vl.xtml.messages import parse_messages, parse_tools
 from k3vl.xtml.parser import collect
-from k3vl.xtml.render import media_parts, render
-from k3vl.xtml.tokenizer import encode, media_spans
-from k3vl.xtml.tokens import END_OF_MSG
+from k3vl.xtml.render import media_parts
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -62,7 +59,7 @@ if TYPE_CHECKING:
     from k3vl.lm.local import InFlight
     from k3vl.lm.stats import EngineStats
     from k3vl.load import WeightLoader
-    from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, ToolCall
+    from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, Prompt, ToolCall, Usage
     from k3vl.vision.processor import MediaProcessor
     from k3vl.xtml.tokenizer import Tokenizer
 
@@ -161,7 +158,7 @@ class Pipeline:
         self.processor = processor
         self.tokenizer = tokenizer
         self.backend = backend
-        self.media_pad_id = media_pad_id
+        self.writer = PromptWriter(tokenizer, media_pad_id)
         self.defaults = defaults
         self.name = name
         self.context_length = context_length
@@ -209,14 +206,12 @@ class Pipeline:
         self.backend.close()
 
     def holds_features(self, digest: str) -> bool:
-        """Whether the embedded engine has a media item's features already."""
-        holds = getattr(self.backend, "holds_features", None)
-        return bool(holds is not None and holds(digest))
+        """Whether a media item would not have to be encoded; False where the backend cannot say."""
+        return isinstance(self.backend, HoldsFeatures) and self.backend.holds_features(digest)
 
     def stats(self) -> EngineStats | None:
-        """Caches, memory and times of the embedded engine; None of a backend that reports none."""
-        report = getattr(self.backend, "stats", None)
-        return report() if report is not None else None
+        """Caches, memory and times of the backend; None where it reports none."""
+        return self.backend.stats() if isinstance(self.backend, ReportsStats) else None
 
     def update_weights(self, directory: str | Path, *, in_flight: InFlight = "finish") -> None:
         """Go on with the weights of another checkpoint of the same model, without a restart.
@@ -282,37 +277,14 @@ class Pipeline:
             TemplateError: the chat format cannot express the conversation.
             RequestError: the asked form of the answer cannot be enforced.
         """
-        layouts = [item.layout for item in media]
-        segments = render(
-            request.messages, tools=request.tools, options=request.options, media=layouts
-        )
-        token_ids = tuple(encode(segments, self.tokenizer))
-        offsets = media_spans(token_ids, self.media_pad_id, layouts)
-        items = [item for part in media for item in part.items]
-        spans = tuple(
-            MediaSpan(offset, item) for (offset, _), item in zip(offsets, items, strict=True)
-        )
+        prompt, usage = self.writer.write(request, media)
         return Prepared(
             request=request,
-            prompt=Prompt(token_ids, spans, self._message_ends(token_ids)),
+            prompt=prompt,
             media=tuple(media),
             constraint=self.constraints.compile(request),
-            usage=Usage(
-                prompt_tokens=len(token_ids) - _num_uncounted(request),
-                image_tokens=_count_tokens(media, "image"),
-                video_tokens=_count_tokens(media, "video"),
-            ),
+            usage=usage,
         )
-
-    def _message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Depths at which other conversations may part from this one.
-
-        Where the head (the first message: system prompt and tools) ends, and the last two messages
-        before the answer.
-        """
-        marker = self.tokenizer.special_ids[END_OF_MSG]
-        ends = [i + 1 for i, token_id in enumerate(token_ids) if token_id == marker]
-        return tuple(dict.fromkeys(ends[:1] + ends[-2:]))
 
     def _process(self, where: str, part: MediaPart) -> ProcessedMedia:
         """Step 1 for one part; errors say which one."""
@@ -475,19 +447,3 @@ class Pipeline:
             raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:
             self.backend.cancel(request_id)
-
-
-def _num_uncounted(request: Request) -> int:
-    """The stub's channel opener is three tokens that Moonshot's API does not count as prompt."""
-    partial = bool(request.messages) and request.messages[-1].partial
-    return 3 if request.options.add_generation_prompt and not partial else 0
-
-
-def _count_tokens(media: Sequence[ProcessedMedia], kind: str) -> int:
-    """Feature tokens of one kind of media."""
-    return sum(
-        group.num_tokens
-        for item in media
-        if item.layout.kind == kind
-        for group in item.layout.groups
-    )

@@ -218,15 +218,18 @@ class ProcessedMedia:
 
     Attributes:
         layout: for the prompt; ``layout.groups[i]`` belongs to ``items[i]``.
-        items: for the encoder.
+        items: for the encoder; without patches where ``urls`` carry the pixels.
         frame_times: seconds of every frame used; empty for a picture.
         warnings: what was repaired or ignored, in words.
+        urls: ``data:`` URLs for another server (``vision.portable``): one for a picture or a whole
+            clip, one for each item of a clip that is sent as its frames; empty for a model here.
     """
 
     layout: MediaLayout
     items: tuple[EncoderItem, ...]
     frame_times: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,6 +287,15 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A :class:`TokenLogprob` for who knows no token ids: tokens as the bytes they stand for."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reasoning:
     """More text of the think channel."""
 
@@ -301,7 +313,7 @@ class Content:
 
     text: str
     replaces_reasoning: bool = False
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TextLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

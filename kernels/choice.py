@@ -6,22 +6,31 @@ implementation keeps the contract of the op's public function, which runs the re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from k3vl.kernels.attn_residual import attn_residual
+from k3vl.kernels.gated_mlp import ComposedGatedMLP
 from k3vl.kernels.kda import kda_decode, kda_prefill
+from k3vl.kernels.linear import linear
 from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
+from k3vl.kernels.mla.layer import ComposedMLA
 from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import glu
+from k3vl.kernels.vision import REFERENCE, VisionKernels, triton_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
+    from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda import KDAWeights
+    from k3vl.kernels.mla.layer import DecodeOp, MLAOp
+    from k3vl.kernels.moe.latent import ExpertsOp, LatentMoEOp, RouteOp
     from k3vl.kernels.situ import GatedActivation
 
 
@@ -61,83 +70,80 @@ class KDAPrefill(Protocol):
         """[N, H K]."""
 
 
-class MLADecode(Protocol):
-    """See :func:`k3vl.kernels.mla.mla_decode`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        latent_width: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """[B, H, R]."""
-
-
-class Route(Protocol):
-    """See :func:`k3vl.kernels.moe.route`."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
-        top_k: int,
-        *,
-        renormalise: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and experts, [N, top_k] each."""
-
-
-class MoEExperts(Protocol):
-    """See :func:`k3vl.kernels.moe.moe_experts`."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        activation: GatedActivation,
-    ) -> torch.Tensor:
-        """[N, L]."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One implementation of every op.
+    """One implementation of every op that the language model calls.
 
     Attributes:
         name: ``reference``, or what the implementation is written for.
         reason: why it was chosen, as a clause that follows "because".
-        kda_decode, kda_prefill: Kimi Delta Attention (:mod:`k3vl.kernels.kda`).
-        mla_decode, mla_prefill, mla_prefill_latent: latent attention (:mod:`k3vl.kernels.mla`).
-        attn_residual: mixture over depth (:mod:`k3vl.kernels.attn_residual`).
-        route, moe_experts: mixture of experts (:mod:`k3vl.kernels.moe`).
-        glu: gated activation (:mod:`k3vl.kernels.situ`).
+        row_independent: no row of any result depends, to the last bit, on the rows beside it or on
+            how a sequence is cut into passes.
+        linear: projections (:mod:`k3vl.kernels.linear`).
         rms_norm: :mod:`k3vl.kernels.rms_norm`.
+        attn_residual: mixture over depth (:mod:`k3vl.kernels.attn_residual`).
+        kda_decode, kda_prefill: Kimi Delta Attention (:mod:`k3vl.kernels.kda`).
+        mla: latent attention (:mod:`k3vl.kernels.mla.layer`).
+        latent_moe: mixture of experts (:mod:`k3vl.kernels.moe.latent`).
+        gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
+        vision: of the tower.
     """
 
     name: str
     reason: str
+    row_independent: bool
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     kda_decode: KDADecode
     kda_prefill: KDAPrefill
-    mla_decode: MLADecode
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-    mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-    route: Route
-    moe_experts: MoEExperts
-    glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor]
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    mla: MLAOp
+    latent_moe: LatentMoEOp
+    gated_mlp: GatedMLPOp
+    vision: VisionKernels = REFERENCE
+
+
+def composed_kernels(
+    *,
+    name: str,
+    reason: str,
+    kda_decode: KDADecode,
+    kda_prefill: KDAPrefill,
+    mla_decode: DecodeOp,
+    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
+    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    route: RouteOp,
+    moe_experts: ExpertsOp,
+    glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor],
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+) -> Kernels:
+    """Whole layers from smaller ops, with torch's matrix products between them."""
+    gated_mlp = ComposedGatedMLP(glu)
+    return Kernels(
+        name=name,
+        reason=reason,
+        row_independent=False,
+        linear=linear,
+        rms_norm=rms_norm,
+        attn_residual=attn_residual,
+        kda_decode=kda_decode,
+        kda_prefill=kda_prefill,
+        mla=ComposedMLA(
+            mla_decode=mla_decode,
+            mla_prefill=mla_prefill,
+            mla_prefill_latent=mla_prefill_latent,
+        ),
+        latent_moe=ComposedLatentMoE(
+            route=route, moe_experts=moe_experts, rms_norm=rms_norm, gated_mlp=gated_mlp
+        ),
+        gated_mlp=gated_mlp,
+    )
 
 
 def reference_kernels(reason: str) -> Kernels:
     """Plain PyTorch: runs everywhere, and is what the others are tested against."""
-    return Kernels(
+    return composed_kernels(
         name="reference",
         reason=reason,
         kda_decode=kda_decode,
@@ -153,6 +159,75 @@ def reference_kernels(reason: str) -> Kernels:
     )
 
 
+def cpu_kernels(reason: str) -> Kernels:
+    """Compiled loops for float32 on one CPU thread; compiled at first use and then kept on disk."""
+    from k3vl.kernels.attn_residual.cpu import attn_residual_cpu
+    from k3vl.kernels.gated_mlp.cpu import gated_mlp_cpu
+    from k3vl.kernels.kda.cpu import kda_decode_cpu, kda_prefill_cpu
+    from k3vl.kernels.linear.cpu import linear_cpu
+    from k3vl.kernels.mla.cpu import MLACPU
+    from k3vl.kernels.moe.cpu import latent_moe_cpu
+    from k3vl.kernels.rms_norm.cpu import rms_norm_cpu
+
+    return Kernels(
+        name="cpu",
+        reason=reason,
+        row_independent=True,
+        linear=linear_cpu,
+        rms_norm=rms_norm_cpu,
+        attn_residual=attn_residual_cpu,
+        kda_decode=kda_decode_cpu,
+        kda_prefill=kda_prefill_cpu,
+        mla=MLACPU(),
+        latent_moe=latent_moe_cpu,
+        gated_mlp=gated_mlp_cpu,
+    )
+
+
+def triton_kernels(reason: str) -> Kernels:
+    """Attention, states, mixtures and experts in Triton; plain matrix products from PyTorch."""
+    from k3vl.kernels.attn_residual.gpu import attn_residual
+    from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
+    from k3vl.kernels.mla.gpu import mla_decode, mla_prefill, mla_prefill_latent
+    from k3vl.kernels.moe.gpu import moe_experts_gpu, route_gpu
+
+    language = composed_kernels(
+        name="triton",
+        reason=reason,
+        kda_decode=kda_decode,
+        kda_prefill=kda_prefill,
+        mla_decode=mla_decode,
+        mla_prefill=mla_prefill,
+        mla_prefill_latent=mla_prefill_latent,
+        attn_residual=attn_residual,
+        route=route_gpu,
+        moe_experts=moe_experts_gpu,
+        glu=glu,
+        rms_norm=rms_norm,
+    )
+    return replace(language, vision=triton_vision())
+
+
+SHARED_MEMORY = 227 << 10
+"""Bytes that one block of the Triton kernels may ask for; Hopper has as many."""
+
+
 def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The implementation for models of a dtype on a device."""
-    return reference_kernels(f"nothing else is written for {dtype} on {device.type}")
+    if device.type == "cpu" and dtype == torch.float32:
+        if find_spec("numba") is None:
+            return reference_kernels("numba, which compiles the kernels for CPUs, is not installed")
+        return cpu_kernels("the model is float32 on a CPU")
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            return reference_kernels("triton, which compiles the kernels for GPUs, is missing")
+        properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack the field
+        memory = properties.shared_memory_per_block_optin
+        if memory >= SHARED_MEMORY:
+            return triton_kernels("the device has the shared memory that they are laid out for")
+        return reference_kernels(
+            f"a block of the device has {memory >> 10} KiB of shared memory, the kernels want "
+            f"{SHARED_MEMORY >> 10}"
+        )
+    name = str(dtype).removeprefix("torch.")
+    return reference_kernels(f"nothing else is written for {name} on {device.type}")

@@ -167,5 +167,81 @@ def test_names_and_keys_are_data(compiler, tokenizer) -> None:
 
 
 def test_nothing_asked_is_nothing_enforced(compiler) -> None:
-    assert compiler.compile(request(tools=[LOOK], tool_choice="auto")) is None
+    assert compiler.compile(request(tools=[LOOK], tool_choice="none")) is None
+
+
+OPENED = "A <b>word</b>.<|close|>response<|sep|><|open|>tools<|sep|>"
+CLOSED = "<|close|>tools<|sep|>"
+
+
+def watched(compiler, tokenizer, tools=(LOOK, ANY_OF), **options):
+    constraint = compiler.compile(request(tools=tools, thinking=False, **options))
+    assert constraint is not None
+    mask = constraint.mask()
+
+    def accept(text: str) -> list[bool]:
+        masked = []
+        for token_id in tokenizer.encode_segment(text, True):
+            masked.append(mask.allowed() is not None)
+            mask.accept(token_id)
+        return [*masked, mask.allowed() is not None]
+
+    return mask, accept
+
+
+@pytest.mark.parametrize("choice", ["auto", None])
+def test_free_text_is_not_masked_until_the_model_calls(compiler, tokenizer, choice) -> None:
+    _, accept = watched(compiler, tokenizer, tool_choice=choice)
+    *before, opened = accept(OPENED)
+    assert not any(before)
+    assert opened
+    _, accept = watched(compiler, tokenizer, tool_choice=choice)
+    assert not any(accept("The tools <|open|>think<|sep|>tools<|close|>tools<|sep|> and tools."))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_of_its_own_follow_the_schema(compiler, tokenizer, seed: int) -> None:
+    asked = request(tools=[LOOK], thinking=False, tool_choice="auto")
+    mask, accept = watched(compiler, tokenizer, tools=[LOOK])
+    accept(OPENED)
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.zeros(tokenizer.vocab_size)
+    bias[list(tokenizer.special_ids.values())] = 9.0
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=seed, logit_mask=mask))
+    written = tokenizer.encode_segment(OPENED, True)
+    for _ in range(400):
+        if mask.allowed() is None:
+            break
+        logits = torch.randn(tokenizer.vocab_size, generator=generator) + bias
+        written.append(sampler.choose(logits))
+    assert mask.allowed() is None, "free again behind the channel"
+    generation = Generation(tokenizer, asked, Usage())
+    events = [event for token_id in written for event in generation.feed(Token(id=token_id))]
+    events += generation.feed(Token(id=tokenizer.stop_ids[0], finish="stop"))
+    answer = collect(events)
+    assert answer.content == "A <b>word</b>."
+    assert answer.tool_calls
+    for call in answer.tool_calls:
+        assert call.name == "look"
+        assert set(call.arguments) == {"colour", "count", "label"}
+        assert call.arguments["colour"] in ("red", "dark blue")
+
+
+def test_one_call_where_only_one_may_be_made(compiler, tokenizer) -> None:
+    call = '<|open|>call tool="any-of" index="1"<|sep|><|open|>json type="object"<|sep|>{}'
+    end = "<|close|>json<|sep|><|close|>call<|sep|>"
+    again = tokenizer.special_ids["<|open|>"]
+    for parallel in (True, False):
+        mask, accept = watched(compiler, tokenizer, parallel_tool_calls=parallel)
+        accept(OPENED + call + end)
+        bits = mask.allowed()
+        assert bool(bits[again // 32] >> (again % 32) & 1) == parallel
+
+
+def test_a_schema_that_cannot_be_enforced_leaves_calls_free(compiler) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": odd}}
+    assert compiler.compile(request(tools=[tool], tool_choice="auto")) is None
+    with pytest.raises(RequestError):
+        compiler.compile(request(tools=[tool], tool_choice="required"))
     assert compiler.compile(request(response_format={"type": "text"})) is None

@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("k3vl.app", "k3vl.__main__"),
     ("k3vl.demo", "k3vl.hf"),
-    ("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.constrain", "k3vl.rollouts"),
+    (
+        *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
+        "k3vl.rollouts",
+    ),
     ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
     ("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.parameters"),
     ("k3vl.kernels",),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pytest
 import torch
 
 from k3vl.config import LinearAttentionConfig, TextConfig
-from k3vl.kernels.choice import Kernels, reference_kernels
+from k3vl.kernels.choice import Kernels, cpu_kernels, reference_kernels
 from k3vl.lm.batch import Batch, Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.model import K3Model
 
 CPU = torch.device("cpu")
 REFERENCE = reference_kernels("what tests compare with")
+COMPILED = cpu_kernels("what the demo runs")
+KERNELS = [pytest.param(kernels, id=kernels.name) for kernels in (REFERENCE, COMPILED)]
 
 LINEAR = LinearAttentionConfig(
     full_attn_layers=(2, 5),

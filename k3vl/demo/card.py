@@ -138,12 +138,10 @@ def _accuracy(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sureness(sure: Mapping[str, Any]) -> Iterator[str]:
-    rows = [("known drawings, all together", sure["known"])]
+    rows = [("all of them", sure["all"])]
     rows += [
         (split, sure["splits"][split]) for split in sure["splits"] if split.startswith("name,")
     ]
-    if sure["grey pictures"] is not None:
-        rows.append(("grey pictures (nothing is right)", sure["grey pictures"]))
     for name, kept in rows:
         shares = [_percent(kept[key]) for key in ("answered", "right", "right_kept")]
         separation = f"{kept['separation']:.2f}" if "separation" in kept else "-"

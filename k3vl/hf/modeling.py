@@ -21,6 +21,7 @@ from k3vl.errors import ConfigError, ShapeError
 from k3vl.hf.cache import KimiK3Cache
 from k3vl.hf.configuration import KimiK3Config, refuse
 from k3vl.hf.passes import decode, prefill
+from k3vl.kernels.choice import reference_kernels
 from k3vl.lm.weights import stored_tensors
 from k3vl.load import WeightLoader, choose_device
 from k3vl.types import EncoderItem
@@ -104,7 +105,12 @@ class KimiK3ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         device = _device(device_map)
         weights = _dtype(dtype, device)
         loader = WeightLoader(
-            config=parsed, media=load_media_config(directory), dtype=weights, device=device
+            config=parsed,
+            media=load_media_config(directory),
+            dtype=weights,
+            device=device,
+            # Compiled kernels stay where they were chosen; transformers moves and casts models.
+            kernels=reference_kernels("a model of transformers may be moved or cast"),
         )
         language_model, encoder = loader.load(directory)
         model = cls(

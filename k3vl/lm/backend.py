@@ -7,7 +7,7 @@ chat formats. ``lm/local.py`` is the embedded engine; tests fill the seam with a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.errors import K3VLError
+    from k3vl.lm.stats import EngineStats
     from k3vl.types import EncoderItem, Prompt, SamplingParams, TokenLogprob
 
 
@@ -72,3 +73,19 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Cancel everything and release the model."""
+
+
+@runtime_checkable
+class ReportsStats(Protocol):
+    """What a backend may also do: tell of its caches, memory and times."""
+
+    def stats(self) -> EngineStats:
+        """Counters, and what is held now; safe on any thread."""
+
+
+@runtime_checkable
+class HoldsFeatures(Protocol):
+    """What a backend may also do: say which media it has encoded already."""
+
+    def holds_features(self, digest: str) -> bool:
+        """Whether a media item would not have to be encoded now; safe on any thread."""

@@ -4,11 +4,13 @@ One thread owns an engine and everything in it (``local.py`` brings the thread).
 batching: requests enter and leave between steps, decoding and prefill share a step, a long prompt
 is prefilled in chunks, and a chunk may end inside a picture.
 
-Prompts run page by page, every page in a forward pass of its own with ``page_size`` rows, the last
-in whole tiles. What a token's state and logits are then depends on the tokens before it and on
-nothing else, to the last bit: not on the batch, the chunks, the caches or a preemption. Requests
-that decode share one pass, whose height changes the rounding of matrix products (about 1e-4 of a
-float32 logit), unless ``exact_decode`` gives each its own.
+What a token's state and logits are depends on the tokens before it and on nothing else, to the last
+bit: not on the batch, the chunks, the caches or a preemption. Kernels whose rows are independent of
+each other (the compiled ones for CPUs) have that by themselves, and a chunk of a prompt is then one
+pass, cut only where a checkpoint is taken. With others the rounding of a matrix product depends on
+its height; prompts then run page by page, every page in a forward pass of its own with
+``page_size`` rows, the last in whole tiles, and requests that decode share one pass (about 1e-4 of
+a float32 logit) unless ``exact_decode`` gives each its own.
 """
 
 from __future__ import annotations
@@ -47,15 +49,14 @@ class EngineConfig:
     Attributes:
         max_requests: requests that run at once.
         cache_bytes: memory of all state: KDA slots and checkpoints, MLA pages, media features.
-        page_size: tokens of an MLA page and rows of a prefill pass, a multiple of 16. Prefixes are
-            reused in whole pages; a smaller page wastes less of a prompt's last pass, a larger one
-            less time between passes.
+        page_size: tokens of an MLA page, and of a prefill pass unless the kernels' rows are
+            independent; a multiple of 16. Prefixes are reused in whole pages.
         max_step_tokens: tokens of one step, over all requests; at least a page.
         prefill_chunk: prompt tokens of one request in a step; at least a page.
         max_step_patches: patches encoded in one step; a larger item is encoded alone.
         reuse: keep the state of prompts and media for later requests.
-        exact_decode: decode one request at a time, so that tokens and logits are bit-identical in
-            any company; costs throughput (4x at 8 requests of the demo model on a CPU).
+        exact_decode: make tokens and logits bit-identical in any company where the kernels do not
+            by themselves, by decoding one request at a time; costs throughput.
         num_threads: CPU threads of one operation; None leaves it to torch. Operations on a small
             model are over before a second thread has started, and wait for it on a busy machine.
     """
@@ -311,7 +312,8 @@ class Engine:
         decoding = [self.jobs[s.id] for s, _ in live if s.is_decoding]
         prefilling = [(self.jobs[s.id], n) for s, n in live if not s.is_decoding]
         with self.times.stage("decode"):
-            each = 1 if self.config.exact_decode else max(1, len(decoding))
+            apart = self.config.exact_decode and not self.model.kernels.row_independent
+            each = 1 if apart else max(1, len(decoding))
             for first in range(0, len(decoding), each):
                 self._decode(decoding[first : first + each])
         with self.times.stage("prefill"):
@@ -379,25 +381,39 @@ class Engine:
                 self._emit(job, job.sampler.choose(next(logits)))
 
     def _prefill(self, job: Job, count: int) -> None:
-        """The next ``count`` tokens of a prompt, page by page."""
+        """The next ``count`` tokens of a prompt."""
         sequence, size = job.sequence, self.config.page_size
         end = sequence.num_cached + count
         assert sequence.num_cached % size == 0
-        for begin in range(sequence.num_cached, end, size):
-            tokens = min(size, end - begin)
+        while sequence.num_cached < end:
+            tokens = self._pass_length(sequence, end)
             last = sequence.num_pending == tokens
             # A prompt's last page is nobody else's: whole tiles do.
-            row = self._row(job, tokens, pad_to=-(-tokens // TILE) * TILE)
+            tiles = 0 if self.model.kernels.row_independent else -(-tokens // TILE)
+            row = self._row(job, tokens, pad_to=tiles * TILE)
+            begin = sequence.num_cached
             every_row = job.targets is not None and begin + tokens > job.targets.first
             logits = self._forward([row], every_row=every_row)
-            checkpoint = self.scheduler.advance(sequence, tokens)
-            if checkpoint is not None:
-                assert sequence.slot is not None
-                self.cache.copy(sequence.slot, checkpoint)
+            for done in range(0, tokens, size):
+                checkpoint = self.scheduler.advance(sequence, min(size, tokens - done))
+                if checkpoint is not None:
+                    assert done + size >= tokens, "a pass ends where a checkpoint is wanted"
+                    assert sequence.slot is not None
+                    self.cache.copy(sequence.slot, checkpoint)
             if every_row:
                 self._emit_scores(job, begin, logits[:tokens])
             elif last:
                 self._emit(job, job.sampler.choose(logits[0]))
+
+    def _pass_length(self, sequence: Sequence, end: int) -> int:
+        """Tokens of the next prefill pass, on the way to ``end``."""
+        size, begin = self.config.page_size, sequence.num_cached
+        if not self.model.kernels.row_independent:
+            return min(size, end - begin)
+        deepest = len(sequence.keys)  # no checkpoint lies further down
+        wanted = (depth * size for depth in sequence.wanted if depth <= deepest)
+        ahead = [place for place in wanted if begin < place < end]
+        return min(ahead, default=end) - begin
 
     def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
         batch = build_batch(rows, self.cache)

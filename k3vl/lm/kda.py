@@ -41,9 +41,7 @@ class KimiDeltaAttention(nn.Module):
         self.splits = (3 * width, gate, rank, self.heads)
         self.in_proj = linear(d, sum(self.splits), dtype, device)
         self.decay_b = linear(rank, width, dtype, device)
-        self.gate_b: nn.Module = (
-            nn.Identity() if cfg.use_full_rank_gate else linear(rank, width, dtype, device)
-        )
+        self.gate_b = None if cfg.use_full_rank_gate else linear(rank, width, dtype, device)
         self.o_proj = linear(width, d, dtype, device)
         self.conv = parameter(3 * width, cfg.short_conv_kernel_size, device=device)
         self.a_log = parameter(self.heads, device=device)
@@ -60,8 +58,13 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, state: KDAState) -> torch.Tensor:
         """[N, D] -> [N, D]; advances ``state`` in place."""
-        qkv, gate, decay, write = self.in_proj(x).split(self.splits, dim=-1)
-        inputs = (qkv, self.gate_b(gate), self.decay_b(decay), write)
+        qkv, gate, decay, write = self.kernels.linear(x, self.in_proj.weight).split(
+            self.splits, dim=-1
+        )
+        if self.gate_b is not None:
+            gate = self.kernels.linear(gate, self.gate_b.weight)
+        decay = self.kernels.linear(decay, self.decay_b.weight)
+        inputs = (qkv, gate, decay, write)
         pool = (self.weights, state.windows, state.states)
         cells = batch.cells[state.index]  # [B, H]
         n = batch.num_decodes
@@ -76,4 +79,5 @@ class KimiDeltaAttention(nn.Module):
                     qkv, gate, decay, write, *pool, cells[n:], batch.cu_seqlens, batch.ends
                 )
             )
-        return self.o_proj(torch.cat(outputs))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.kernels.linear(out, self.o_proj.weight)

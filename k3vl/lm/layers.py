@@ -59,4 +59,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        return self.down(self.kernels.glu(self.gate_up(x), self.activation))
+        return self.kernels.gated_mlp(x, self.gate_up.weight, self.down.weight, self.activation)

@@ -249,6 +249,11 @@ class LocalBackend:
             else:
                 self._commands.put(entry.command)
 
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            self._check_alive()
+            self._commands.put(command)
+
     def _is_over(self) -> bool:
         return self._death is not None or self._closed.is_set()
 

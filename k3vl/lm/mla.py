@@ -1,8 +1,5 @@
 """The gated multi-head latent attention layer, without positions.
 
-Decode stays in the latent space (absorbed form), and so does prefill while expanding the latents of
-the whole sequence into keys and values would cost more than its few queries save. All read one
-cache of [c | k_r] rows.
 Source: Kimi K3 ``modeling_kimi_linear.py`` (KimiMLAAttention with ``mla_use_nope``).
 """
 
@@ -33,12 +30,13 @@ class LowRankQuery(nn.Module):
     ) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
+        self.kernels = kernels
         self.norm = RMSNorm(rank, LOW_RANK_EPS, kernels, dtype=dtype, device=device)
         self.expand = linear(rank, width, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, rank] -> [N, H K]."""
-        return self.expand(self.norm(x))
+        return self.kernels.linear(self.norm(x), self.expand.weight)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -76,51 +74,20 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]; writes the new tokens' rows of ``latents`` [S, R + P]."""
-        q, c, k_shared, gate = self.in_proj(x).split(self.splits, dim=-1)
+        projected = self.kernels.linear(x, self.in_proj.weight)
+        q, c, k_shared, gate = projected.split(self.splits, dim=-1)
         q = self.query(q).view(-1, self.heads, self.nope + self.rope)
         latents[batch.cache_rows] = torch.cat([self.kv_norm(c), k_shared], dim=-1)
 
-        n = batch.num_decodes
-        outputs = [self._decode(q[:n], batch, latents)] if n else []
+        n, mla = batch.num_decodes, self.kernels.mla
+        outputs = []
+        if n:
+            rows, lengths = batch.decode_rows, batch.decode_lens
+            outputs.append(mla.decode(q[:n], self.kv_b, latents, rows, lengths, self.scale))
         for q_i, rows in zip(q[n:].split(batch.prefill_lens), batch.prefill_rows, strict=True):
-            outputs.append(self._prefill(q_i, latents[rows]))
-        out = torch.cat(outputs).flatten(1)
-        return self.o_proj(self.gate(out, gate))
-
-    def _prefill(self, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """The cheaper form for T queries: q [T, H, K], context [L, R + P] -> [T, H, V]."""
-        width, expanding = self.nope + self.rope + self.value, self.nope + self.value
-        if q.shape[0] * (2 * self.latent + self.rope - width) < self.latent * expanding:
-            absorbed = self._absorb(q)
-            mixed = self.kernels.mla_prefill_latent(absorbed, context, self.latent, self.scale)
-            return self._values(mixed)
-        c, k_shared = context.split([self.latent, self.rope], dim=-1)
-        expanded = (c @ self.kv_b.flatten(0, 1).mT).unflatten(-1, (self.heads, -1))
-        k, v = expanded.split([self.nope, self.value], dim=-1)
-        shared = k_shared.unsqueeze(1).expand(-1, self.heads, -1)
-        return self.kernels.mla_prefill(q, torch.cat([k, shared], dim=-1), v, self.scale)
-
-    def _decode(self, q: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
-        """Absorbed form: q [B, H, K] -> [B, H, V]."""
-        mixed = self.kernels.mla_decode(
-            self._absorb(q),
-            latents,
-            batch.decode_rows,
-            batch.decode_lens,
-            self.latent,
-            self.scale,
-        )
-        return self._values(mixed)
-
-    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries [N, H, K] against keys -> queries [N, H, R + P] against latents."""
-        q_nope, q_shared = q.split([self.nope, self.rope], dim=-1)
-        absorbed = (q_nope.transpose(0, 1) @ self.kv_b[:, : self.nope]).transpose(0, 1)
-        return torch.cat([absorbed, q_shared], dim=-1)
-
-    def _values(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Mixtures of latents [N, H, R] -> mixtures of values [N, H, V]."""
-        return (mixed.transpose(0, 1) @ self.kv_b[:, self.nope :].mT).transpose(0, 1)
+            outputs.append(mla.prefill(q_i, self.kv_b, latents, rows, self.scale))
+        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
+        return self.kernels.linear(self.gate(out, gate), self.o_proj.weight)
 
 
 def _sigmoid_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ class K3Model(nn.Module):
     ) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels
         self.embedding = parameter(
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
@@ -114,4 +114,4 @@ class K3Model(nn.Module):
         for layer, state in zip(self.layers, cache.layers, strict=True):
             layer(stream, batch, state)
         hidden = stream.read(self.final_read)[batch.logit_rows]
-        return self.head(hidden).float()
+        return self.kernels.linear(hidden, self.head.weight).float()

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.nn import functional as F
 
+from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.lm.layers import GatedMLP, RMSNorm
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
+    import torch
+
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
     from k3vl.kernels.situ import GatedActivation
@@ -43,36 +44,38 @@ class LatentMoE(nn.Module):
         )
         experts = config.num_experts
         has_latent = config.routed_expert_hidden_size is not None
-        self.top_k = config.num_experts_per_token
-        self.renormalise, self.scale = config.moe_renormalize, config.routed_scaling_factor
-        self.activation = activation
         self.kernels = kernels
         self.router = parameter(experts, d, device=device)
         self.router_bias = parameter(experts, device=device)
-        self.latent_down = linear(d, latent, dtype, device) if has_latent else nn.Identity()
+        self.latent_down = linear(d, latent, dtype, device) if has_latent else None
         self.w13 = parameter(experts, 2 * inner, latent, dtype=dtype, device=device)
         self.w2 = parameter(experts, latent, inner, dtype=dtype, device=device)
         self.latent_norm = (
             RMSNorm(latent, config.rms_norm_eps, kernels, dtype=dtype, device=device)
             if config.latent_moe_use_norm
-            else nn.Identity()
+            else None
         )
-        self.latent_up = linear(latent, d, dtype, device) if has_latent else nn.Identity()
+        self.latent_up = linear(latent, d, dtype, device) if has_latent else None
         self.shared = GatedMLP(
             d, config.shared_intermediate_size, activation, kernels, dtype=dtype, device=device
+        )
+        self.weights = MoEWeights(
+            router=self.router,
+            router_bias=self.router_bias,
+            down=None if self.latent_down is None else self.latent_down.weight,
+            w13=self.w13,
+            w2=self.w2,
+            norm=None if self.latent_norm is None else self.latent_norm.weight,
+            up=None if self.latent_up is None else self.latent_up.weight,
+            shared_gate_up=self.shared.gate_up.weight,
+            shared_down=self.shared.down.weight,
+            activation=activation,
+            top_k=config.num_experts_per_token,
+            renormalise=config.moe_renormalize,
+            scale=config.routed_scaling_factor,
+            eps=config.rms_norm_eps,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        weights, experts = self.kernels.route(
-            F.linear(x.float(), self.router),
-            self.router_bias,
-            self.top_k,
-            renormalise=self.renormalise,
-            scale=self.scale,
-        )
-        latent = self.latent_down(x)
-        routed = self.kernels.moe_experts(
-            latent, weights, experts, self.w13, self.w2, self.activation
-        )
-        return self.latent_up(self.latent_norm(routed)) + self.shared(x)
+        return self.kernels.latent_moe(x, self.weights)

@@ -86,7 +86,7 @@ class AttentionResidualStream:
             self.rows[self.live - 1] = y
             self.fresh = False
         else:
-            self.rows[self.live - 1] += y
+            self.rows[self.live - 1].add_(y)
 
 
 class PlainStream:

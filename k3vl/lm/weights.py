@@ -13,7 +13,6 @@ import torch
 
 from k3vl.checkpoint import Placement
 from k3vl.lm.kda import KimiDeltaAttention
-from k3vl.lm.layers import GatedMLP, RMSNorm
 from k3vl.lm.mla import LowRankQuery
 from k3vl.lm.model import K3Model, Layer
 from k3vl.lm.moe import LatentMoE
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from k3vl.checkpoint import CheckpointReader
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
+    from k3vl.lm.layers import GatedMLP
     from k3vl.lm.mla import MultiHeadLatentAttention
     from k3vl.lm.residual import ReadWeights
 
@@ -130,14 +130,14 @@ def _targets(model: K3Model) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _kda(layer: KimiDeltaAttention, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     width = layer.heads * layer.head
-    full_rank = isinstance(layer.gate_b, torch.nn.Identity)
+    full_rank = layer.gate_b is None
     _, gate, rank, heads = layer.splits
     rows = layer.in_proj.weight.split([width, width, width, gate, rank, heads])
     names = ("q_proj", "k_proj", "v_proj", "g_proj" if full_rank else "g_a_proj", "f_a_proj")
     for name, view in zip((*names, "b_proj"), rows, strict=True):
         yield f"{path}.{name}.weight", view
     yield f"{path}.f_b_proj.weight", layer.decay_b.weight
-    if isinstance(layer.gate_b, torch.nn.Linear):
+    if layer.gate_b is not None:
         yield f"{path}.g_b_proj.weight", layer.gate_b.weight
     for name, view in zip("qkv", layer.conv.unsqueeze(1).split(width), strict=True):
         yield f"{path}.{name}_conv1d.weight", view
@@ -167,11 +167,11 @@ def _mla(layer: MultiHeadLatentAttention, path: str) -> Iterator[tuple[str, torc
 def _moe(layer: LatentMoE, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     yield f"{path}.gate.weight", layer.router
     yield f"{path}.gate.e_score_correction_bias", layer.router_bias
-    if isinstance(layer.latent_down, torch.nn.Linear):
+    if layer.latent_down is not None:
         yield f"{path}.routed_expert_down_proj.weight", layer.latent_down.weight
-    if isinstance(layer.latent_up, torch.nn.Linear):
+    if layer.latent_up is not None:
         yield f"{path}.routed_expert_up_proj.weight", layer.latent_up.weight
-    if isinstance(layer.latent_norm, RMSNorm):
+    if layer.latent_norm is not None:
         yield f"{path}.routed_expert_norm.weight", layer.latent_norm.weight
     for e in range(layer.w13.shape[0]):
         gate, up = layer.w13[e].chunk(2)

@@ -121,7 +121,7 @@ class MediaProcessor:
             raise MediaError("frame times must increase", code="frame_times_mismatch")
         first = load_image(frames[0], self.limits, parity=self.parity)
         size = (first.width, first.height)
-        plan = self._plan_frame(*size)
+        plan = self.plan_frame(*size)
         budget = frame_budget(plan, self.config, self.limits)
         if len(frames) > budget:
             raise MediaError(
@@ -137,27 +137,31 @@ class MediaProcessor:
     # ------------------------------------------------------------------ pictures
 
     def _process_image(self, source: bytes | Image.Image, detail: Detail | None) -> ProcessedMedia:
-        budget = DETAIL_PATCHES.get(detail or "auto", self.config.in_patch_limit)
-        config = replace(self.config, in_patch_limit=min(budget, self.config.in_patch_limit))
         before = self.config.transparent_bg_fill_stage == "before_resize"
 
         def plan_size(width: int, height: int) -> tuple[int, int]:
-            plan = plan_image(width, height, config)
+            plan = self.plan_image(width, height, detail)
             return plan.new_width, plan.new_height
 
         loaded = load_image(source, self.limits, plan_size=plan_size, parity=self.parity)
-        plan = plan_image(loaded.width, loaded.height, config)
+        plan = self.plan_image(loaded.width, loaded.height, detail)
         pixels = render(loaded.image, plan, self.config.transparent_bg_config, before=before)
         item = self._item(patchify(pixels, self.config.patch_size), plan, frames=1)
         layout = MediaLayout("image", loaded.width, loaded.height, (MediaGroup(plan.num_tokens),))
         return ProcessedMedia(layout, (item,), warnings=_image_warnings(loaded))
+
+    def plan_image(self, width: int, height: int, detail: Detail | None = None) -> ResizePlan:
+        """The plan of an upright picture under its ``detail``."""
+        budget = DETAIL_PATCHES.get(detail or "auto", self.config.in_patch_limit)
+        limit = min(budget, self.config.in_patch_limit)
+        return plan_image(width, height, replace(self.config, in_patch_limit=limit))
 
     # ------------------------------------------------------------------ clips
 
     def _process_video(self, source: bytes | Path) -> ProcessedMedia:
         with open_video(source, self.limits) as clip:
             size = (clip.width, clip.height)
-            plan = self._plan_frame(*size)
+            plan = self.plan_frame(*size)
             budget = frame_budget(plan, self.config, self.limits)
             moments = clip.timeline.choose(self.config.sample_fps, budget)
             media = self._assemble(size, plan, clip.frames(moments, threads=True))
@@ -166,7 +170,7 @@ class MediaProcessor:
                 media = self._assemble(size, plan, clip.frames(moments, threads=False))
             return replace(media, warnings=clip.warnings())
 
-    def _plan_frame(self, width: int, height: int) -> ResizePlan:
+    def plan_frame(self, width: int, height: int) -> ResizePlan:
         """The plan of every frame; one frame alone must fit the whole-video budget too."""
         plan = plan_frame(width, height, self.config)
         total = self.config.in_patch_limit_video

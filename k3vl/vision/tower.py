@@ -17,14 +17,15 @@ from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.rms_norm import rms_norm
-from k3vl.kernels.vision_attention import vision_attention
-from k3vl.kernels.vision_pos import resize_position_table, rotary_table, rotate, temporal_rows
+from k3vl.kernels.vision import REFERENCE
+from k3vl.kernels.vision_pos import resize_position_table, rotary_table, temporal_rows
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from k3vl.config import MediaConfig, VisionConfig
+    from k3vl.kernels.vision import VisionKernels
 
 Grid = tuple[int, int, int]
 
@@ -58,21 +59,24 @@ class VisionTower(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         eps: float = NORM_EPS,
+        kernels: VisionKernels = REFERENCE,
     ) -> None:
         super().__init__()
         self.config = config
         self.eps = eps
+        self.kernels = kernels
         width, patch = config.vt_hidden_size, config.patch_size
         table = (config.init_pos_emb_height, config.init_pos_emb_width, width)
         self.patch_weight = parameter(width, 3, patch, patch, dtype=dtype, device=device)
         self.position_table = parameter(*table, dtype=dtype, device=device)
         self.blocks = nn.ModuleList(
-            VisionBlock(config, dtype, device, eps) for _ in range(config.vt_num_hidden_layers)
+            VisionBlock(config, dtype, device, eps, kernels)
+            for _ in range(config.vt_num_hidden_layers)
         )
         self.final_norm = parameter(width, dtype=dtype, device=device)
         moments = torch.tensor([media.image_mean, media.image_std], device=device)
-        self.register_buffer("mean", moments[0, :, None, None], persistent=False)
-        self.register_buffer("std", moments[1, :, None, None], persistent=False)
+        self.register_buffer("mean", moments[0], persistent=False)
+        self.register_buffer("std", moments[1], persistent=False)
         self._rotary: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -94,7 +98,7 @@ class VisionTower(nn.Module):
         """
         self._check(patches, grids)
         lengths = [frames * rows * columns for frames, rows, columns in grids]
-        x = F.linear(self._normalise(patches).flatten(1), self.patch_weight.flatten(1))
+        x = F.linear(self._normalise(patches), self.patch_weight.flatten(1))
         x = x + self._positions(grids).to(x.dtype)
         rotary = torch.cat([self._rotation(grid) for grid in grids])
         for block in self.blocks:
@@ -120,9 +124,10 @@ class VisionTower(nn.Module):
 
     def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
         patches = patches.to(self.patch_weight.device)
+        dtype = self.patch_weight.dtype
         if patches.dtype == torch.uint8:
-            patches = (patches.float() / 255 - self.mean) / self.std
-        return patches.to(self.patch_weight.dtype)
+            return self.kernels.normalise_pixels(patches, self.mean, self.std, dtype)
+        return patches.flatten(1).to(dtype)
 
     def _positions(self, grids: Sequence[Grid]) -> torch.Tensor:
         """Learned and temporal positions of all patches, [P, width] float32."""
@@ -156,9 +161,15 @@ class VisionBlock(nn.Module):
     """Pre-norm attention and MLP; no biases, and an inner width that is not the model's."""
 
     def __init__(
-        self, config: VisionConfig, dtype: torch.dtype, device: torch.device | str, eps: float
+        self,
+        config: VisionConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        eps: float,
+        kernels: VisionKernels,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         width, inner, qkv = (
             config.vt_hidden_size,
             config.vt_intermediate_size,
@@ -179,9 +190,9 @@ class VisionBlock(nn.Module):
         """Advance [P, width] by one block."""
         qkv = self.qkv(rms_norm(x, self.attention_norm, self.eps))
         heads = qkv.view(x.shape[0], 3 * self.heads, -1)  # [P, 3H, K]
-        turned = rotate(heads[:, : 2 * self.heads], rotary)
+        turned = self.kernels.rotate(heads[:, : 2 * self.heads], rotary)
         q, k, v = turned[:, : self.heads], turned[:, self.heads :], heads[:, 2 * self.heads :]
-        mixed = vision_attention(q, k, v, lengths)
+        mixed = self.kernels.attention(q, k, v, lengths)
         x = x + self.out(mixed.flatten(1))
         hidden = self.up(rms_norm(x, self.mlp_norm, self.eps))
         return x + self.down(F.gelu(hidden, approximate="tanh"))

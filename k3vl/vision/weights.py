@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from k3vl.checkpoint import CheckpointReader, Placement, TensorSpec
+from k3vl.kernels.vision import REFERENCE
 from k3vl.vision.projector import PatchMerger
 from k3vl.vision.tower import VisionBlock, VisionTower
 
 if TYPE_CHECKING:
     from k3vl.config import MediaConfig, VisionConfig
+    from k3vl.kernels.vision import VisionKernels
 
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 """Every checkpoint name of this part starts with one of these."""
@@ -86,13 +88,14 @@ def load_vision(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    kernels: VisionKernels = REFERENCE,
 ) -> tuple[VisionTower, PatchMerger]:
     """Build tower and projector and fill them from a checkpoint, ready for inference.
 
     Raises:
         WeightError: a tensor of this part is missing, left over, damaged or of another shape.
     """
-    tower = VisionTower(config, media, dtype=dtype, device=device)
+    tower = VisionTower(config, media, dtype=dtype, device=device, kernels=kernels)
     projector = PatchMerger(config, dtype=dtype, device=device)
     reader.load_into(placements(tower, projector), prefixes=VISION_PREFIXES)
     return tower.eval().requires_grad_(False), projector.eval().requires_grad_(False)

@@ -12,7 +12,7 @@ import struct
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter
 
@@ -20,14 +20,23 @@ from k3vl.config import MediaConfig
 from k3vl.errors import MediaError
 from k3vl.types import MediaPart
 from k3vl.vision.limits import MediaLimits
+from k3vl.vision.portable import portable
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import FetchPolicy
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from k3vl.types import ProcessedMedia
 
+MediaForm: TypeAlias = Literal["patches", "frames", "clips"]
+"""What a worker makes: patches for a model here; ``data:`` URLs for another server, of a clip's
+frames or of the whole clip (see ``portable.py``)."""
 NICENESS = 5
 """Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
@@ -67,7 +76,12 @@ def _read(file: IO[bytes], size: int) -> bytearray:
 
 
 def settings_header(
-    config: MediaConfig, limits: MediaLimits, file_root: Path | None, max_bytes: int
+    config: MediaConfig,
+    limits: MediaLimits,
+    file_root: Path | None,
+    max_bytes: int,
+    form: MediaForm,
+    max_memory: int,
 ) -> dict[str, Any]:
     """The first frame: what to process by."""
     return {
@@ -75,6 +89,8 @@ def settings_header(
         "limits": asdict(limits),
         "file_root": None if file_root is None else str(file_root),
         "max_bytes": max_bytes,
+        "form": form,
+        "max_memory": max_memory,
     }
 
 
@@ -92,18 +108,27 @@ def make_processor(header: dict[str, Any]) -> MediaProcessor:
     )
 
 
-def answer(processor: MediaProcessor, header: dict[str, Any], blob: bytearray) -> Any:
+def answer(
+    processor: MediaProcessor, form: MediaForm, header: dict[str, Any], blob: bytearray
+) -> Any:
     """Process one part; (header, blobs) of the answer."""
     source: str | bytes = blob.decode() if header["is_url"] else bytes(blob)
     part = MediaPart(header["kind"], source, header["detail"])
     try:
-        media = processor.process(part)
+        if form == "patches":
+            media = processor.process(part)
+        else:
+            media = portable(processor, part, whole_clips=form == "clips")
     except MediaError as exc:
         return {"error": str(exc), "code": exc.code}, ()
+    except MemoryError:
+        what = f"{part.kind}: needs more memory than is allowed for decoding"
+        return {"error": what, "code": "media_too_large"}, ()
     except Exception as exc:  # noqa: BLE001 - a defect of ours or of a library ends one part
         what = f"{part.kind}: cannot be processed ({type(exc).__name__})"
         return {"error": what, "code": f"{part.kind}_failed"}, ()
-    return describe(media), [item.patches.data for item in media.items]
+    urls = [memoryview(url.encode()) for url in media.urls]
+    return describe(media), [*(item.patches.data for item in media.items), *urls]
 
 
 def describe(media: ProcessedMedia) -> dict[str, Any]:
@@ -116,7 +141,18 @@ def describe(media: ProcessedMedia) -> dict[str, Any]:
         ],
         "frame_times": media.frame_times,
         "warnings": media.warnings,
+        "url_lengths": [len(url) for url in media.urls],
     }
+
+
+def limit_memory(size: int) -> None:
+    """Let this process write to no more memory than this.
+
+    ``RLIMIT_DATA`` counts what is really private and writable; an address space limit would count
+    what threads only reserve. Windows has neither.
+    """
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 def main() -> None:
@@ -126,14 +162,16 @@ def main() -> None:
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between the frames
-    processor = make_processor(read_frame(requests)[0])
+    settings = read_frame(requests)[0]
+    limit_memory(settings["max_memory"])
+    processor, form = make_processor(settings), settings["form"]
     write_frame(answers, {"ready": True})
     while True:
         try:
             header, blob = read_frame(requests)
         except EOFError:
             return
-        reply, blobs = answer(processor, header, blob)
+        reply, blobs = answer(processor, form, header, blob)
         del blob
         write_frame(answers, reply, blobs)
 

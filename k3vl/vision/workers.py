@@ -18,14 +18,17 @@ import numpy as np
 
 from k3vl.errors import CapacityError, MediaError
 from k3vl.types import EncoderItem, MediaGroup, MediaLayout, ProcessedMedia
-from k3vl.vision.source import Abort, resolve
+from k3vl.vision.source import Abort, check_data_uri, resolve
 from k3vl.vision.worker import read_frame, settings_header, write_frame
 
 if TYPE_CHECKING:
     from k3vl.types import MediaPart
     from k3vl.vision.processor import MediaProcessor
+    from k3vl.vision.worker import MediaForm
 
 MAX_FETCHES = 16
+DEFAULT_MEMORY = 4 * 2**30
+"""Enough for the largest picture that ``vision.limits`` lets pass, in every mode."""
 ABANDONED_SECONDS = 1.0
 """How long a worker may go on for a caller that has left: a new process costs more than most
 pictures, and clients that come and go must not be able to make the server start processes."""
@@ -104,11 +107,16 @@ def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
         patches = np.frombuffer(blob, np.uint8, size, offset).reshape(shape)
         items.append(EncoderItem(digest, patches, tuple(grid), num_tokens))
         offset += size
+    urls = []
+    for size in header["url_lengths"]:
+        urls.append(str(memoryview(blob)[offset : offset + size], "ascii"))
+        offset += size
     return ProcessedMedia(
         layout=MediaLayout(layout["kind"], layout["width"], layout["height"], groups),
         items=tuple(items),
         frame_times=tuple(header["frame_times"]),
         warnings=tuple(header["warnings"]),
+        urls=tuple(urls),
     )
 
 
@@ -117,23 +125,30 @@ class MediaWorkers:
 
     Args:
         processor: whose settings the workers take; its policy also rules the fetches.
+        form: what they make.
         num_workers: processes.
         max_seconds: for one part, fetching and waiting not counted.
         max_jobs: parts under way or waiting; more are refused.
+        max_memory: bytes that a worker may have written to; what needs more is refused. The system
+            enforces it, so nothing that a file makes a decoder do can take the machine with it.
     """
 
     def __init__(
         self,
         processor: MediaProcessor,
         *,
+        form: MediaForm = "patches",
         num_workers: int = 2,
         max_seconds: float = 60.0,
         max_jobs: int = 1024,
+        max_memory: int = DEFAULT_MEMORY,
     ) -> None:
         self._processor = processor
         policy = processor.policy
         root = policy.file_root if "file" in policy.schemes else None
-        self._settings = settings_header(processor.config, processor.limits, root, policy.max_bytes)
+        self._settings = settings_header(
+            processor.config, processor.limits, root, policy.max_bytes, form, max_memory
+        )
         self._max_seconds, self._max_jobs = max_seconds, max_jobs
         self._idle = [_Worker(self._settings) for _ in range(num_workers)]
         self._free = asyncio.Semaphore(num_workers)
@@ -181,7 +196,10 @@ class MediaWorkers:
             return source
         if not isinstance(source, str):
             raise MediaError(f"{part.kind}: a source is a URL or bytes", code="source_invalid")
-        if source.lstrip()[:5].lower() != "http:" and source.lstrip()[:6].lower() != "https:":
+        scheme = source[:64].lstrip().partition(":")[0].lower()
+        if scheme == "data":  # before it is copied to a worker
+            check_data_uri(source, part.kind, self._processor.policy.max_bytes)
+        if scheme not in ("http", "https"):
             return source
         abort = Abort()
         async with self._fetching:

@@ -36,9 +36,18 @@ def attn_residual(
 
     Source: Kimi K3 report, Block Attention Residuals; ``modeling_kimi_linear.py``.
     """
+    check_shapes(rows, query, norm_weight)
+    return attn_residual_reference(rows, query, norm_weight, eps)
+
+
+def check_shapes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> None:
+    """Refuse what does not belong together; for every implementation of the op.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
     if not rows.shape[0] or rows.shape[-1:] != query.shape or query.shape != norm_weight.shape:
         raise ShapeError(
             f"attn_residual: rows {tuple(rows.shape)}, query {tuple(query.shape)}, "
             f"norm_weight {tuple(norm_weight.shape)}"
         )
-    return attn_residual_reference(rows, query, norm_weight, eps)

@@ -110,12 +110,7 @@ def kda_prefill(
         ShapeError: the shapes disagree.
     """
     check_shapes("kda_prefill", qkv, gate, decay, write, weights, windows, states, cells)
-    sequences = cells.shape[0]
-    if cu_seqlens.shape != (sequences + 1,) or ends.shape != (sequences,):
-        raise ShapeError(
-            f"kda_prefill: cells {tuple(cells.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}, "
-            f"ends {tuple(ends.shape)}"
-        )
+    check_sequences(cells, cu_seqlens, ends)
     return kda_prefill_reference(
         qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends
     )
@@ -166,3 +161,17 @@ def check_shapes(
         }
         shapes = ", ".join(f"{label} {tuple(x.shape)}" for label, x in named.items())
         raise ShapeError(f"{name}: {shapes}")
+
+
+def check_sequences(cells: torch.Tensor, cu_seqlens: torch.Tensor, ends: torch.Tensor) -> None:
+    """Refuse borders of another number of sequences; for every implementation of the prefill.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    sequences = cells.shape[0]
+    if cu_seqlens.shape != (sequences + 1,) or ends.shape != (sequences,):
+        raise ShapeError(
+            f"kda_prefill: cells {tuple(cells.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}, "
+            f"ends {tuple(ends.shape)}"
+        )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import uvicorn
 
+from k3vl.app.engines import EmbeddedEngine
 from k3vl.app.server import Server, ServerSettings
 from k3vl.config import checkpoint_path, load_media_config
 from k3vl.pipeline import Pipeline
@@ -34,11 +35,11 @@ EXAMPLES = ROOT / "examples"
 class Process:
     """A ``k3vl serve`` process; its log lines are collected."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "k3vl", "serve", "--port", "0", *options],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -71,9 +72,12 @@ class Process:
 
 
 @contextlib.contextmanager
-def in_thread(pipeline: Pipeline, **settings: Any) -> Iterator[tuple[str, Server]]:
-    """Serve a pipeline from this process; (URL, server)."""
-    server = Server(pipeline, ServerSettings(**settings))
+def in_thread(engine: Any, **settings: Any) -> Iterator[tuple[str, Server]]:
+    """Serve an engine, or a pipeline as one, from this process; (URL, server)."""
+    pipeline = engine if isinstance(engine, Pipeline) else None
+    if pipeline is not None:
+        engine = EmbeddedEngine(pipeline)
+    server = Server(engine, ServerSettings(**settings))
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         server.app, log_level="critical", lifespan="on", timeout_graceful_shutdown=1
@@ -88,7 +92,8 @@ def in_thread(pipeline: Pipeline, **settings: Any) -> Iterator[tuple[str, Server
         runner.should_exit = True
         thread.join(30)
         listener.close()
-        pipeline.close()
+        if pipeline is not None:
+            pipeline.close()
 
 
 def fake_pipeline(backend: Any, **options: Any) -> Pipeline:

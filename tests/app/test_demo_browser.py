@@ -19,6 +19,7 @@ from tests.app.chat_server import Site, serve
 
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")
+sync_api.expect.set_options(timeout=20_000)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

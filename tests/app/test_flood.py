@@ -14,14 +14,15 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.app.serving import Process, ask, image_part, metric, post
+from tests.app.serving import Process, ask, data_url, image_part, metric, post, until
+from tests.vision.files import solid_frames, video
 
 FLOOD_SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
 def server():
-    process = Process("--max-waiting", "64")
+    process = Process("--max-waiting", "64", "--max-media-mib", "8")
     post(process.url, ask(image_part(photo(0)), max_tokens=1))
     yield process
     assert process.stop() == 0
@@ -112,24 +113,65 @@ def memory(process: psutil.Process) -> int:
     return sum(member.memory_info().rss for member in family)
 
 
+def huge_frames() -> bytes:
+    """A VP8 clip whose first frame says that it is 16383 x 16383."""
+    data = bytearray(video(solid_frames(4), fmt="ivf", codec="libvpx"))
+    size = (16_383).to_bytes(2, "little") * 2
+    start = data.index(b"\x9d\x01\x2a") + 3
+    data[12:16] = data[start : start + 4] = size
+    return bytes(data)
+
+
+def huge_pages() -> bytes:
+    """A GIF whose screen is 65535 x 65535."""
+    out = io.BytesIO()
+    Image.new("P", (8, 8)).save(out, "GIF")
+    data = bytearray(out.getvalue())
+    data[6:10] = b"\xff" * 4
+    return bytes(data)
+
+
+def as_video(url: str) -> dict:
+    return {"type": "video_url", "video_url": url}
+
+
 def bombs() -> list:
     out = io.BytesIO()
     Image.new("1", (30_000, 30_000)).save(out, "PNG")
-    header = out.getvalue()
+    base64 = "data:image/png;base64," + "A" * (12 * 2**20)
     frames = "data:video/jpeg;base64," + ",".join(["AA"] * 50_000)
-    return [
-        pytest.param(json.dumps(ask(image_part(header))).encode(), id="picture of 900 MP"),
-        pytest.param(b" " * (41 * 2**20), id="body"),
-        pytest.param(
-            json.dumps(ask({"type": "video_url", "video_url": frames})).encode(), id="frames"
-        ),
-    ]
+    parts = {
+        "image: 900 megapixels": image_part(out.getvalue()),
+        "image: a screen of 4 gigapixels": image_part(huge_pages()),
+        "video: frames of 268 megapixels": as_video(data_url(huge_frames(), "video/x-ivf")),
+        "video: a screen of 4 gigapixels": as_video(data_url(huge_pages(), "image/gif")),
+        "video: a list of 50,000 frames": as_video(frames),
+        "base64: longer than media may be": image_part(base64),
+    }
+    bodies = {name: json.dumps(ask(part)).encode() for name, part in parts.items()}
+    bodies["body: larger than allowed"] = b" " * (41 * 2**20)
+    return [pytest.param(body, id=name) for name, body in bodies.items()]
+
+
+def is_settled(server: Process, process: psutil.Process) -> bool:
+    """Nothing is left of earlier requests, and all workers have started."""
+    size = memory(process)
+    time.sleep(0.3)
+    return abs(memory(process) - size) < 2**20 and metric(server.url, "k3vl_media_jobs ") == 0
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    family = [process, *process.children(recursive=True)]
+    return sum(sum(member.cpu_times()[:2]) for member in family)
 
 
 @pytest.mark.parametrize("body", bombs())
 def test_a_refused_bomb_costs_little(server, body: bytes) -> None:
+    """``--log-cli-level=info`` shows what was measured."""
     process = psutil.Process(server.process.pid)
+    until(lambda: is_settled(server, process))
     before = peak = memory(process)
+    spent = cpu_seconds(process)
     ended = threading.Event()
 
     def watch() -> None:
@@ -149,7 +191,16 @@ def test_a_refused_bomb_costs_little(server, body: bytes) -> None:
     seconds = time.perf_counter() - begun
     ended.set()
     watcher.join()
+    spent = cpu_seconds(process) - spent
+    figures = {
+        "extra_mib": round((peak - before) / 2**20, 1),
+        "seconds": round(seconds, 3),
+        "cpu_seconds": round(spent, 3),
+        "error": reply.json()["error"]["code"],
+    }
+    logging.getLogger(__name__).info("%s", figures)
     assert reply.status_code in (400, 413)
-    assert peak - before < 50 * 2**20
+    assert peak - before < 50 * 2**20, figures
+    assert spent < 1.0, figures
     assert seconds < 5.0, "one second on a machine that does nothing else"
     assert metric(server.url, "k3vl_media_jobs ") == 0

@@ -9,7 +9,7 @@ from k3vl.types import (
     Content,
     Finish,
     Reasoning,
-    TokenLogprob,
+    TextLogprob,
     ToolCall,
     ToolCallArguments,
     ToolCallBegin,
@@ -32,17 +32,13 @@ EVENTS = [
 ]
 
 
-def names(token_id: int) -> bytes:
-    return b"\xff" if token_id == 1 else b"fox"
-
-
 def parse(frames: bytes) -> list[dict]:
     lines = [line for line in frames.split(b"\n") if line]
     return [json.loads(line.removeprefix(b"data: ")) for line in lines]
 
 
 def chunks(**options) -> Chunks:
-    settings = {"include_usage": True, "num_top": None, "token_bytes": names, **options}
+    settings = {"include_usage": True, "num_top": None, **options}
     return Chunks(Heading.new("m"), **settings)
 
 
@@ -74,9 +70,7 @@ def test_without_usage_nothing_speaks_of_it() -> None:
 def test_the_whole_says_the_same() -> None:
     choice = Choice(0)
     choice.feed(EVENTS)
-    reply = completion_json(
-        Heading.new("m"), [choice], warnings=[], num_top=None, token_bytes=names
-    )
+    reply = completion_json(Heading.new("m"), [choice], warnings=[], num_top=None)
     message = reply["choices"][0]["message"]
     assert message["reasoning_content"] == "Hm, so."
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"at": "ü"}
@@ -86,15 +80,15 @@ def test_the_whole_says_the_same() -> None:
 def test_reasoning_that_was_the_answer_is_not_both() -> None:
     choice = Choice(0)
     choice.feed([Reasoning("Yes."), Content("Yes.", replaces_reasoning=True)])
-    message = completion_json(
-        Heading.new("m"), [choice], warnings=[], num_top=None, token_bytes=names
-    )["choices"][0]["message"]
+    message = completion_json(Heading.new("m"), [choice], warnings=[], num_top=None)["choices"][0][
+        "message"
+    ]
     assert message["content"] == "Yes."
     assert "reasoning_content" not in message
 
 
 def test_logprobs_are_json_whatever_they_are() -> None:
-    item = TokenLogprob(1, float("-inf"), ((2, -0.5),))
+    item = TextLogprob(b"\xff", float("-inf"), ((b"fox", -0.5),))
     (frame,) = parse(chunks(num_top=1).write(0, [Content("x", logprobs=(item,))]))
     (token,) = frame["choices"][0]["logprobs"]["content"]
     assert token["logprob"] == -9999.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -292,6 +293,28 @@ def test_text_with_every_marker_is_text(server, client, num_images: int) -> None
     assert reply.usage.prompt_tokens == hostile["prompt_tokens"]
 
 
+def test_pictures_keep_their_order_whatever_they_take(server) -> None:
+    sizes = [(900, 800), (30, 30), (700, 900), (1, 1), (40, 80)]
+    parts = [image_part(png(*size)) for size in sizes]
+    plan = post(server.url, ask(*parts), "/v1/tokenize").json()
+    assert [(media["width"], media["height"]) for media in plan["media"]] == sizes
+    places = [f"messages[0].content[{index}]" for index in range(len(sizes))]
+    assert [media["part"] for media in plan["media"]] == places
+
+
+def test_a_salt_has_a_name_space_of_its_own(client) -> None:
+    def cached(**fields) -> int:
+        reply = client.chat.completions.create(
+            model="demo", messages=messages("Salted " * 60), max_tokens=1, extra_body=fields
+        )
+        return reply.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+    assert cached() == 0
+
+
 def test_detail_lowers_the_budget_and_is_checked(server) -> None:
     part = image_part(png(900, 900), detail="low")
     assert post(server.url, ask(part), "/v1/tokenize").json()["image_tokens"] <= 256 + 64
@@ -386,6 +409,17 @@ def test_a_long_prompt_is_refused_by_its_length(server) -> None:
     stream = post(server.url, ask("word " * 5000, stream=True))
     assert stream.status_code in (200, 400)
     assert "context" in stream.text
+
+
+def test_pictures_that_cannot_fit_together_are_refused_soon(server) -> None:
+    """R26: each alone fits; nothing of them is encoded."""
+    parts = [image_part(png(448, 448, color=(9 * number, 99, 9))) for number in range(16)]
+    begun = time.monotonic()
+    reply = post(server.url, ask(*parts, max_tokens=1))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - begun < 30, "below 5 where nothing else runs"
+    assert metric(server.url, "k3vl_encoder_cache_pins ") == 0
 
 
 def test_other_host_names_do_not_reach_a_keyless_local_server(server) -> None:

@@ -6,17 +6,22 @@ import asyncio
 import contextlib
 import http.client
 import json
+import random
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import psutil
 import pytest
 
+from k3vl.app.sse import KEEP_ALIVE, send_events
+from k3vl.errors import BackendError
 from k3vl.vision.source import FetchPolicy
 from tests.app.serving import (
     EXAMPLES,
+    Process,
     ask,
     fake_pipeline,
     get,
@@ -159,7 +164,7 @@ def test_the_queue_is_bounded_and_drains(held) -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "engine_overloaded"
-        answer = ids(server.pipeline, "yes")
+        answer = ids(server.engine.pipeline, "yes")
         while not all(job.done() for job in jobs):
             backend.send(*answer, finish="stop")
             time.sleep(0.01)
@@ -170,11 +175,29 @@ def test_the_queue_is_bounded_and_drains(held) -> None:
 # ---------------------------------------------------------------------- leaving
 
 
+def test_leaving_the_queue_frees_the_place(held) -> None:
+    backend, url, server = held
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(post, url, ask("x"), headers=AUTH) for _ in range(2)]
+        until(lambda: len(backend.sinks) == 2)
+        submitted = backend.num_submitted
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        headers = {**AUTH, "content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(ask("x")), headers)
+        until(lambda: metric(url, "k3vl_requests_waiting ") == 1)
+        connection.close()
+        until(lambda: metric(url, "k3vl_requests_waiting ") == 0)
+        backend.send(*ids(server.engine.pipeline, "yes"), finish="stop")
+        assert [job.result().status_code for job in jobs] == [200, 200]
+    assert backend.num_submitted == submitted, "it never reached the engine"
+    until(lambda: idle(url))
+
+
 def test_leaving_a_stream_frees_its_generation(held) -> None:
     backend, url, server = held
     with streaming(url, ask("x", n=2)) as reply:
         until(lambda: len(backend.sinks) == 2)
-        backend.send(*ids(server.pipeline, "word")[:1])
+        backend.send(*ids(server.engine.pipeline, "word")[:1])
         next(reply.iter_lines())
     until(lambda: not backend.sinks)
     until(lambda: idle(url))
@@ -227,9 +250,39 @@ def test_leaving_during_a_fetch_closes_the_fetch(held) -> None:
     assert backend.num_submitted == submitted
 
 
-def storm(url: str, backend: HeldBackend, server, num_requests: int) -> None:
-    """Clients that come and leave at any moment."""
-    answer = ids(server.pipeline, "a few words to stream")
+def storm(url: str, num_requests: int) -> None:
+    """Clients that send all of their request, or half of it, and leave at any moment."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    draw = random.Random(5)
+
+    async def one(number: int, seconds: float) -> None:
+        body = ask(image_part(FOX), "x", stream=bool(number % 2)) if number % 3 else ask("x")
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+            f"Authorization: {AUTH['authorization']}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + (data if number % 7 else data[: len(data) // 2]))
+        await writer.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await reader.read()
+        writer.close()
+
+    async def clients() -> None:
+        for first in range(0, num_requests, 24):
+            numbers = range(first, min(first + 24, num_requests))
+            await asyncio.gather(*(one(number, draw.uniform(0, 0.3)) for number in numbers))
+
+    asyncio.run(clients())
+
+
+@contextlib.contextmanager
+def playing(backend: HeldBackend, server):
+    """Tokens for whoever waits, and now and then an end."""
+    answer = ids(server.engine.pipeline, "a few words to stream")
     ended = threading.Event()
 
     def play() -> None:
@@ -239,48 +292,64 @@ def storm(url: str, backend: HeldBackend, server, num_requests: int) -> None:
             if backend.num_submitted % 3 == 0:
                 backend.send(answer[-1], finish="stop")
 
-    async def one(client: httpx2.AsyncClient, number: int) -> None:
-        body = ask(image_part(FOX), "x", stream=bool(number % 2)) if number % 3 else ask("x")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.001 * (number * 7 % 120)):
-                await client.post(url + "/v1/chat/completions", json=body, headers=AUTH)
-
-    async def clients() -> None:
-        limits = httpx2.Limits(max_connections=24)
-        async with httpx2.AsyncClient(timeout=30, limits=limits) as client:
-            for first in range(0, num_requests, 24):
-                numbers = range(first, min(first + 24, num_requests))
-                await asyncio.gather(*(one(client, number) for number in numbers))
-
     player = threading.Thread(target=play)
     player.start()
     try:
-        asyncio.run(clients())
+        yield
     finally:
         ended.set()
         player.join()
 
 
-@pytest.mark.parametrize("num_requests", [96, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_storm_of_disconnects_leaves_nothing(num_requests: int) -> None:
-    import psutil
-
+def test_a_storm_of_disconnects_leaves_nothing() -> None:
     backend = HeldBackend()
     me = psutil.Process()
     with in_thread(fake_pipeline(backend), media_workers=1) as (url, server):
-        storm(url, backend, server, 12)  # connections and threads that stay
+        with playing(backend, server):
+            storm(url, 12)  # connections and threads that stay
         until(lambda: idle(url) and not backend.sinks)
         files, children = me.num_fds(), len(me.children())
-        storm(url, backend, server, num_requests)
+        with playing(backend, server):
+            storm(url, 96)
         until(lambda: idle(url) and not backend.sinks, 30)
         until(lambda: me.num_fds() <= files + 2)
         assert len(me.children()) == children
         with ThreadPoolExecutor(1) as pool:
             job = pool.submit(post, url, ask("x"))
             until(lambda: len(backend.sinks) == 1)
-            backend.send(*ids(server.pipeline, "yes"), finish="stop")
+            backend.send(*ids(server.engine.pipeline, "yes"), finish="stop")
             assert job.result().status_code == 200
     assert len(psutil.Process().children()) < children
+
+
+def test_a_thousand_disconnects_leave_nothing_in_a_real_server(tmp_path) -> None:
+    process = Process(TMPDIR=str(tmp_path))
+    family = psutil.Process(process.process.pid)
+
+    def settled() -> bool:
+        pins = metric(process.url, "k3vl_encoder_cache_pins ")
+        return idle(process.url) and pins == 0
+
+    def served() -> float:
+        page = get(process.url + "/metrics").text
+        name = 'k3vl_http_responses_total{path="/v1/chat/completions"'
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+    try:
+        storm(process.url, 24)  # connections and threads that stay
+        until(settled)
+        files, children, before = family.num_fds(), len(family.children()), served()
+        storm(process.url, 1000)
+        until(settled)
+        assert served() - before > 900, "fewer arrived than were sent"
+        assert metric(process.url, "k3vl_requests_cancelled_total ") > 300
+        until(lambda: family.num_fds() <= files + 2)
+        assert len(family.children()) == children
+        assert list(tmp_path.iterdir()) == []
+        assert post(process.url, ask(image_part(FOX), "x", max_tokens=1)).status_code == 200
+    finally:
+        assert process.stop() == 0
+    assert "Traceback" not in "\n".join(process.lines)
 
 
 # ---------------------------------------------------------------------- the engine's end
@@ -332,3 +401,85 @@ def test_answers_under_way_end_before_the_server() -> None:
             until(lambda: len(backend.sinks) == 1)
             threading.Timer(0.3, lambda: backend.send(*answer, finish="stop")).start()
         assert job.result().json()["choices"][0]["message"]["content"] == "yes"
+
+
+# ---------------------------------------------------------------------- how a stream begins
+
+
+def frames_of(*steps):
+    """A stream of frames, pauses and an error."""
+
+    async def made():
+        for step in steps:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            elif isinstance(step, Exception):
+                raise step
+            else:
+                yield step
+
+    return made()
+
+
+def sent_by(frames) -> list:
+    """What goes to the client: the status, then pieces of the body."""
+    sent: list = []
+
+    async def send(message) -> None:
+        sent.append(message.get("status", message.get("body")))
+
+    def written(exc: Exception) -> bytes:
+        return str(exc).encode()
+
+    asyncio.run(send_events(send, frames, written, keep_alive=0.05))
+    return sent
+
+
+def test_an_error_before_the_first_frame_has_a_status_of_its_own() -> None:
+    with pytest.raises(BackendError):
+        sent_by(frames_of(BackendError("gone")))
+
+
+def test_an_error_in_a_stream_is_its_last_frame() -> None:
+    assert sent_by(frames_of(b"one", BackendError("gone"))) == [200, b"one", b"gone", b""]
+    late = sent_by(frames_of(0.2, BackendError("gone")))
+    assert late[:2] == [200, KEEP_ALIVE], "who waits long hears that it goes on"
+    assert late[-2:] == [b"gone", b""]
+
+
+def test_silence_is_filled_with_comments() -> None:
+    sent = sent_by(frames_of(b"one", 0.2, b"two"))
+    assert sent[:2] == [200, b"one"]
+    assert sent[-2:] == [b"two", b""]
+    assert 2 <= sent.count(KEEP_ALIVE) <= 5
+
+
+# ---------------------------------------------------------------------- media that fail
+
+
+def test_failed_media_may_be_text_instead() -> None:
+    backend = FakeBackend([])
+    pipeline = fake_pipeline(backend)
+    backend.answer = ids(pipeline, "yes")
+    parts = [image_part(b"%PDF-1.7"), "and", image_part(FOX), image_part(b"")]
+    with in_thread(pipeline, media_workers=1) as (url, _):
+        for value in (None, "fail"):
+            refused = post(url, ask(*parts, media_errors=value))
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] in (
+                "messages[0].content[0]",
+                "messages[0].content[3]",
+            )
+        body = ask(*parts, media_errors="placeholder")
+        reply = post(url, body).json()
+        assert reply["choices"][0]["message"]["content"] == "yes"
+        first, last = reply["k3vl"]["warnings"]
+        assert first.startswith("messages[0].content[0]: PDF documents are not supported")
+        assert last.startswith("messages[0].content[3]: ")
+        written = "[image left out: pdf_unsupported]", "and", "[image left out: image_empty]"
+        same = ask(written[0], "and", image_part(FOX), written[2])
+        plans = [post(url, each, "/v1/tokenize").json() for each in (body, same)]
+        assert plans[0]["tokens"] == plans[1]["tokens"]
+        assert plans[0]["k3vl"]["warnings"] == [first, last]
+        assert [media["part"] for media in plans[0]["media"]] == ["messages[0].content[2]"]
+        assert post(url, ask(*parts, media_errors="ignore")).status_code == 400

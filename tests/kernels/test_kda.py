@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda import KDAWeights, kda_decode, kda_prefill
+from k3vl.kernels.kda.cpu import kda_decode_cpu, kda_prefill_cpu
 from k3vl.kernels.kda.delta_rule import delta_rule_chunk, delta_rule_recurrent
 from k3vl.kernels.kda.reference import kda_decay
 
@@ -205,12 +206,14 @@ class Layer:
                 assert torch.equal(self.windows[cell, :, part].double(), self.final[cell, part])
 
 
+@pytest.mark.parametrize("decode", [kda_decode, kda_decode_cpu])
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_decode_is_one_token_of_the_recurrence(batch: int, lower_bound: float | None) -> None:
+def test_decode_is_one_token_of_the_recurrence(
+    decode, batch: int, lower_bound: float | None
+) -> None:
     layer = Layer(batch, lower_bound)
     cells = torch.randperm(20, generator=torch.Generator().manual_seed(batch))[: batch * HEADS]
-    layer.states[cells[-1] + 1 if cells[-1] < 19 else 0].fill_(1.0)
     cells = cells.view(batch, HEADS)
     others = [c for c in range(20) if c not in cells]
     before = layer.windows.clone(), layer.states.clone()
@@ -219,19 +222,20 @@ def test_decode_is_one_token_of_the_recurrence(batch: int, lower_bound: float | 
         wants.append(layer.want(cells[i].tolist(), i, i + 1))
         finals |= layer.final
     layer.final = finals
-    out = kda_decode(*layer.columns, layer.weights, layer.windows, layer.states, cells)
+    out = decode(*layer.columns, layer.weights, layer.windows, layer.states, cells)
     assert relative_error(out, torch.cat(wants)) < 1e-5
     layer.check_pool(cells.flatten().tolist())
     assert torch.equal(layer.windows[others], before[0][others])
     assert torch.equal(layer.states[others], before[1][others])
 
 
+@pytest.mark.parametrize("prefill", [kda_prefill, kda_prefill_cpu])
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 @pytest.mark.parametrize(
     "lengths", [((1, 0),), ((5, 0), (1, 0)), ((2, 14), (17, 0), (40, 8)), ((3, 1), (1, 15))]
 )
 def test_prefill_is_the_recurrence_of_every_sequence(
-    lengths: tuple[tuple[int, int], ...], lower_bound: float | None
+    prefill, lengths: tuple[tuple[int, int], ...], lower_bound: float | None
 ) -> None:
     """Lengths and padding behind them; what is in the padding is not a number."""
     starts = [0, *accumulate(n + pad for n, pad in lengths)]
@@ -249,7 +253,7 @@ def test_prefill_is_the_recurrence_of_every_sequence(
         for x in layer.columns:
             x[ends[i] : starts[i + 1]] = float("nan")
     layer.final = finals
-    out = kda_prefill(
+    out = prefill(
         *layer.columns,
         layer.weights,
         layer.windows,
@@ -260,6 +264,34 @@ def test_prefill_is_the_recurrence_of_every_sequence(
     )
     assert relative_error(out, torch.cat(wants)) < 1e-5
     layer.check_pool(cells.flatten().tolist())
+
+
+@pytest.mark.parametrize("pieces", [(13, 17), (1, 29), (2, 1, 27), (1,) * 30])
+def test_any_cut_gives_the_same_bits_on_a_cpu(pieces: tuple[int, ...]) -> None:
+    """Pieces of one token are decoded, beside a stranger; the others are prefilled."""
+    whole, cut = Layer(30), Layer(30)
+    cells = torch.tensor([[3, 0, 7]])
+    ends = torch.tensor([30])
+    args = whole.weights, whole.windows, whole.states, cells, torch.tensor([0, 30]), ends
+    want = kda_prefill_cpu(*whole.columns, *args)
+    outputs, done = [], 0
+    for n in pieces:
+        columns = [x[done : done + n] for x in cut.columns]
+        pool = cut.weights, cut.windows, cut.states
+        if n == 1:
+            stranger = Layer(7)
+            columns = [
+                torch.cat([x, y[:1]]) for x, y in zip(columns, stranger.columns, strict=True)
+            ]
+            both = torch.cat([cells, torch.tensor([[10, 11, 12]])])
+            outputs.append(kda_decode_cpu(*columns, *pool, both)[:1])
+        else:
+            borders = torch.tensor([0, n])
+            outputs.append(kda_prefill_cpu(*columns, *pool, cells, borders, borders[1:]))
+        done += n
+    assert torch.equal(torch.cat(outputs), want)
+    assert torch.equal(cut.states[cells], whole.states[cells])
+    assert torch.equal(cut.windows[cells], whole.windows[cells])
 
 
 def test_write_strength_is_float32() -> None:
@@ -273,14 +305,17 @@ def test_write_strength_is_float32() -> None:
 
 
 def test_shapes_are_checked() -> None:
+    for decode, prefill in ((kda_decode, kda_prefill), (kda_decode_cpu, kda_prefill_cpu)):
+        refuses(decode, prefill)
+
+
+def refuses(decode, prefill) -> None:
     layer, cells = Layer(2), torch.tensor([[1, 2, 3], [4, 5, 6]])
     qkv, gate, decay, write = layer.columns
     pool = layer.weights, layer.windows, layer.states
     with pytest.raises(ShapeError, match=r"kda_decode: qkv \(2, 71\).*states \(20, 8, 8\)"):
-        kda_decode(qkv[:, 1:], gate, decay, write, *pool, cells)
+        decode(qkv[:, 1:], gate, decay, write, *pool, cells)
     with pytest.raises(ShapeError, match=r"kda_decode: qkv \(2, 72\), cells \(1, 3\)"):
-        kda_decode(qkv, gate, decay, write, *pool, cells[:1])
+        decode(qkv, gate, decay, write, *pool, cells[:1])
     with pytest.raises(ShapeError, match=r"kda_prefill: cells \(2, 3\), cu_seqlens \(2,\)"):
-        kda_prefill(
-            qkv, gate, decay, write, *pool, cells, torch.tensor([0, 2]), torch.tensor([1, 2])
-        )
+        prefill(qkv, gate, decay, write, *pool, cells, torch.tensor([0, 2]), torch.tensor([1, 2]))

@@ -211,3 +211,36 @@ def test_idle_is_the_time_without_any_request(encoder: GatedEncoder) -> None:
     time.sleep(0.3)
     assert served.stats().idle_seconds > busy + 0.2
     served.close()
+
+
+class OtherEncoder(FakeEncoder):
+    """The features of other weights."""
+
+    def encode(self, items):
+        return [-rows for rows in super().encode(items)]
+
+
+def test_weights_that_change_take_no_features_of_the_old(encoder: GatedEncoder) -> None:
+    """What came before them is answered by the old ones, what comes after by the new."""
+    other = Engine(tiny_model(), OtherEncoder(), EngineConfig(page_size=16), stop_ids=(STOP,))
+    fresh = LocalBackend(other)
+    expected = text(submit(fresh, PROMPTS[0])[1])
+    fresh.close()
+    served = backend(encoder)
+    old = text(submit(served, PROMPTS[0])[1])
+    assert old != expected
+    encoder.gate.clear()
+    encoder.entered.clear()
+    _, before = submit(served, PROMPTS[2])
+    assert encoder.entered.wait(20)
+    updating = threading.Thread(target=served.update, args=(tiny_model(), OtherEncoder()))
+    updating.start()
+    while not served._updates_behind:
+        time.sleep(0.01)
+    _, after = submit(served, PROMPTS[0])
+    encoder.gate.set()
+    assert text(before)
+    assert text(after) == expected
+    updating.join(20)
+    assert text(submit(served, PROMPTS[0])[1]) == expected
+    served.close()

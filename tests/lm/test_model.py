@@ -11,7 +11,18 @@ from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.mla import LOW_RANK_EPS, MultiHeadLatentAttention
 from k3vl.lm.residual import AttentionResidualStream, ReadWeights
-from tests.tiny import CPU, KIMI_LINEAR, REFERENCE, TINY, Runner, fill, tiny_model, tokens
+from tests.tiny import (
+    COMPILED,
+    CPU,
+    KERNELS,
+    KIMI_LINEAR,
+    REFERENCE,
+    TINY,
+    Runner,
+    fill,
+    tiny_model,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -22,11 +33,11 @@ LENGTH = 53
 PAGES = list(range(4))
 
 
-def full_logits(config=TINY) -> tuple[list[int], torch.Tensor]:
+def full_logits(config=TINY, kernels=REFERENCE) -> tuple[list[int], torch.Tensor]:
     """Every position's logits by one forward."""
     ids = tokens(LENGTH, vocab=config.vocab_size)
     row = Row(token_ids=ids, context_len=0, slot=0, pages=PAGES)
-    return ids, Runner(tiny_model(config)).run([row], all_logits=True)
+    return ids, Runner(tiny_model(config, kernels=kernels)).run([row], all_logits=True)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -34,11 +45,12 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("config", [TINY, KIMI_LINEAR], ids=["k3", "kimi-linear"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 16, 17, 52])
-def test_any_chunking_gives_the_full_forward(config, chunk: int) -> None:
-    ids, want = full_logits(config)
-    runner = Runner(tiny_model(config))
+def test_any_chunking_gives_the_full_forward(config, kernels, chunk: int) -> None:
+    ids, want = full_logits(config, kernels)
+    runner = Runner(tiny_model(config, kernels=kernels))
     got, done = [], 0
     while done < LENGTH:
         part = ids[done : done + chunk]
@@ -46,6 +58,13 @@ def test_any_chunking_gives_the_full_forward(config, chunk: int) -> None:
         got.append(runner.run([row], all_logits=True))
         done += len(part)
     assert relative_error(torch.cat(got), want) < TOLERANCE
+    assert torch.equal(torch.cat(got), want) or not kernels.row_independent
+
+
+@pytest.mark.parametrize("config", [TINY, KIMI_LINEAR], ids=["k3", "kimi-linear"])
+def test_compiled_kernels_give_the_logits_of_the_reference(config) -> None:
+    _, want = full_logits(config)
+    assert relative_error(full_logits(config, COMPILED)[1], want) < TOLERANCE
 
 
 def test_expanded_and_absorbed_attention_agree() -> None:
@@ -58,9 +77,10 @@ def test_expanded_and_absorbed_attention_agree() -> None:
         assert relative_error(runner.run([row])[0], want[cached]) < TOLERANCE
 
 
-def test_a_batch_is_its_members_alone() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_batch_is_its_members_alone(kernels) -> None:
     """Decoding, prefilling from nothing and from a prefix in one step, in scattered slots."""
-    lengths, model = (1, 40, 7, 1, 23), tiny_model()
+    lengths, model = (1, 40, 7, 1, 23), tiny_model(kernels=kernels)
     prompts = [tokens(n + 9, seed=n) for n in lengths]
     together = Runner(model, slots=6)
     alone = []
@@ -79,6 +99,7 @@ def test_a_batch_is_its_members_alone() -> None:
     logits = together.run([rows[i] for i in order])
     for row, i in zip(logits, order, strict=True):
         assert relative_error(row, alone[i]) < TOLERANCE
+        assert torch.equal(row, alone[i]) or not kernels.row_independent
 
 
 def test_a_slot_is_reset_between_requests() -> None:
@@ -90,9 +111,10 @@ def test_a_slot_is_reset_between_requests() -> None:
     assert torch.equal(runner.run([row], all_logits=True), want)
 
 
-def test_unwritten_cache_memory_has_no_influence() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_unwritten_cache_memory_has_no_influence(kernels) -> None:
     ids, want = full_logits()
-    runner = Runner(tiny_model())
+    runner = Runner(tiny_model(kernels=kernels))
     runner.cache.buffer.view(torch.float32).fill_(float("nan"))
     runner.cache.clear(runner.units(0))
     for i in range(10):

@@ -11,15 +11,23 @@ from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.prefix import page_keys
 from k3vl.types import MediaSpan, Prompt, SamplingParams
 from tests.lm.test_engine import STOP, FakeEncoder, Inbox, picture
-from tests.tiny import TINY, tiny_model, tokens
+from tests.tiny import COMPILED, REFERENCE, TINY, tiny_model, tokens
 
 PAGE = 16
-MODEL = tiny_model()
+MODELS = {kernels.name: tiny_model(kernels=kernels) for kernels in (REFERENCE, COMPILED)}
+
+
+@pytest.fixture(autouse=True, params=list(MODELS))
+def model(request, monkeypatch):
+    """Every test runs with each implementation of the ops."""
+    chosen = MODELS[request.param]
+    monkeypatch.setitem(MODELS, "now", chosen)
+    return chosen
 
 
 def engine(**limits) -> Engine:
     settings = {"cache_bytes": 2**20, "page_size": PAGE, "exact_decode": True, **limits}
-    return Engine(MODEL, FakeEncoder(), EngineConfig(**settings), stop_ids=(STOP,))
+    return Engine(MODELS["now"], FakeEncoder(), EngineConfig(**settings), stop_ids=(STOP,))
 
 
 class Watched:
@@ -205,9 +213,27 @@ def test_salts_share_nothing() -> None:
     assert len(runner.encoder.encoded) == 9
 
 
-def test_company_changes_no_bit_with_exact_decode() -> None:
+def test_a_chunk_is_one_pass_where_rows_are_independent(model, monkeypatch) -> None:
+    """With other kernels every page is a pass of its own; a checkpoint ends one with any."""
+    heights = []
+    forward = Engine._forward
+
+    def watched(self, rows, **options):
+        heights.append(rows[0].num_rows)
+        return forward(self, rows, **options)
+
+    monkeypatch.setattr(Engine, "_forward", watched)
+    for reuse, in_chunks in ((False, [100]), (True, [96, 4])):
+        ask(engine(reuse=reuse), text(100, seed=1), max_tokens=1)
+        assert heights == (in_chunks if model.kernels.row_independent else [PAGE] * 7)
+        heights.clear()
+
+
+def test_company_changes_no_bit(model) -> None:
+    """With kernels whose rows are independent by themselves, with others by ``exact_decode``."""
     prompts = [with_media(60 + 11 * i, tail=i) for i in range(5)]
-    runner = engine(max_requests=5, prefill_chunk=16)
+    exact = not model.kernels.row_independent
+    runner = engine(max_requests=5, prefill_chunk=16, exact_decode=exact)
     answers = [Answer(runner, i, prompt, max_tokens=20) for i, prompt in enumerate(prompts)]
     finish(runner)
     assert all(a.same_as(cold(p, max_tokens=20)) for a, p in zip(answers, prompts, strict=True))

@@ -24,7 +24,7 @@ from k3vl.lm.weights import load_model
 from k3vl.vision.encoder import VisionEncoder
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.weights import load_vision
-from tests.tiny import CPU, REFERENCE, Runner
+from tests.tiny import CPU, KERNELS, Runner
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "sglang_tiny"
 TOLERANCE = 1e-4
@@ -43,10 +43,10 @@ def config():
     return load_config(DIRECTORY)
 
 
-@pytest.fixture(scope="module")
-def model(config):
+@pytest.fixture(scope="module", params=KERNELS)
+def model(config, request):
     return load_model(
-        CheckpointReader(DIRECTORY), config.text, REFERENCE, dtype=torch.float32, device=CPU
+        CheckpointReader(DIRECTORY), config.text, request.param, dtype=torch.float32, device=CPU
     )
 
 

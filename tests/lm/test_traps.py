@@ -73,7 +73,8 @@ def test_router_logits_are_not_rounded() -> None:
         chosen.append(experts)
         return torch.zeros_like(x)
 
-    kernels = dataclasses.replace(REFERENCE, moe_experts=capture)
+    composed = dataclasses.replace(REFERENCE.latent_moe, moe_experts=capture)
+    kernels = dataclasses.replace(REFERENCE, latent_moe=composed)
     layer = LatentMoE(TINY, SiluGLU(), kernels, dtype=torch.bfloat16, device=CPU)
     fill(layer)
     with torch.no_grad():

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from k3vl.config import K3_MEDIA
 from k3vl.errors import CapacityError, MediaError
 from k3vl.types import MediaPart
 from k3vl.vision.processor import MediaProcessor
+from k3vl.vision.source import FetchPolicy
 from k3vl.vision.workers import MediaWorkers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -34,11 +39,12 @@ def living_workers() -> list[psutil.Process]:
     return found
 
 
-def with_workers(test, **options):
+def with_workers(test, processor=None, **options):
     """Run a test's coroutine with a pool."""
+    processor = processor or MediaProcessor(K3_MEDIA)
 
     async def main() -> None:
-        workers = MediaWorkers(MediaProcessor(K3_MEDIA), **{"num_workers": 1, **options})
+        workers = MediaWorkers(processor, **{"num_workers": 1, **options})
         try:
             await test(workers)
         finally:
@@ -79,6 +85,20 @@ def test_workers_do_what_the_processor_does() -> None:
         assert caught.value.code == expected.value.code
 
     with_workers(test)
+
+
+def test_parts_are_processed_side_by_side() -> None:
+    async def test(workers: MediaWorkers) -> None:
+        await asyncio.gather(*(workers.process(MediaPart("image", FOX)) for _ in range(2)))
+        first, _ = living_workers()
+        os.kill(first.pid, signal.SIGSTOP)
+        jobs = [asyncio.create_task(workers.process(MediaPart("image", FOX))) for _ in range(2)]
+        done, waiting = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(waiting)) == (1, 1), "one goes on while the other is held"
+        os.kill(first.pid, signal.SIGCONT)
+        await asyncio.gather(*jobs)
+
+    with_workers(test, num_workers=2)
 
 
 def test_a_worker_that_hangs_is_replaced() -> None:
@@ -136,6 +156,47 @@ def test_an_abandoned_worker_is_killed_if_it_goes_on() -> None:
         await workers.process(MediaPart("image", FOX))  # by its successor
 
     with_workers(test)
+
+
+def test_memory_is_limited_by_the_system() -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (16_000, 9_000)).save(out, "PNG")  # small file, small header, 432 MB of pixels
+    limit = 256 * 2**20
+
+    async def test(workers: MediaWorkers) -> None:
+        for source in (out.getvalue(), FOX):  # the first starts it
+            with contextlib.suppress(MediaError):
+                await workers.process(MediaPart("image", source))
+        (child,) = living_workers()
+        job = asyncio.create_task(workers.process(MediaPart("image", out.getvalue())))
+        peak = 0
+        while not job.done():
+            peak = max(peak, child.memory_info().rss)
+            await asyncio.sleep(0.002)
+        with pytest.raises(MediaError) as caught:
+            await job
+        assert caught.value.code in ("image_too_large", "media_too_large")
+        assert peak < limit + 100 * 2**20, "with the code of libraries, which is not counted"
+        assert living_workers() == [child], "it goes on"
+        await workers.process(MediaPart("image", FOX))
+
+    with_workers(test, max_memory=limit)
+
+
+def test_workers_do_not_load_the_model_library() -> None:
+    asked = "import sys, k3vl.vision.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+def test_a_data_url_that_is_too_long_never_reaches_a_worker() -> None:
+    async def test(workers: MediaWorkers) -> None:
+        with pytest.raises(MediaError) as caught:
+            await workers.process(MediaPart("image", "data:;base64," + "A" * 4_000_000))
+        assert caught.value.code == "media_too_large"
+        assert not any(worker._is_ready for worker in workers._idle)
+
+    policy = FetchPolicy(max_bytes=2**20)
+    with_workers(test, processor=MediaProcessor(K3_MEDIA, policy=policy))
 
 
 def test_too_many_parts_are_refused() -> None:

@@ -1,0 +1,90 @@
+"""From a conversation and its processed media to the token ids that a model reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from k3vl.types import MediaSpan, Prompt, Usage
+from k3vl.xtml.render import render
+from k3vl.xtml.tokenizer import encode, media_spans
+from k3vl.xtml.tokens import END_OF_MSG
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from k3vl.types import ProcessedMedia, Request
+    from k3vl.xtml.tokenizer import Tokenizer
+
+
+class PromptWriter:
+    """Steps 2 and 3 of a request (see ``pipeline.py``); needs no model.
+
+    Args:
+        tokenizer: the checkpoint's.
+        media_pad_id: ``media_placeholder_token_id`` of config.json.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, media_pad_id: int) -> None:
+        self.tokenizer, self.media_pad_id = tokenizer, media_pad_id
+
+    def write(self, request: Request, media: Sequence[ProcessedMedia]) -> tuple[Prompt, Usage]:
+        """Render and tokenise.
+
+        Args:
+            request: what is asked.
+            media: one for each of ``xtml.render.media_parts(request.messages)``, in that order.
+
+        Returns:
+            The prompt, and its share of the counts.
+
+        Raises:
+            TemplateError: the chat format cannot express the conversation.
+        """
+        layouts = [item.layout for item in media]
+        segments = render(
+            request.messages, tools=request.tools, options=request.options, media=layouts
+        )
+        token_ids = tuple(encode(segments, self.tokenizer))
+        offsets = media_spans(token_ids, self.media_pad_id, layouts)
+        items = [item for part in media for item in part.items]
+        spans = tuple(
+            MediaSpan(offset, item) for (offset, _), item in zip(offsets, items, strict=True)
+        )
+        usage = Usage(
+            prompt_tokens=len(token_ids) - _num_uncounted(request),
+            image_tokens=count_tokens(media, "image"),
+            video_tokens=count_tokens(media, "video"),
+        )
+        return Prompt(token_ids, spans, self._message_ends(token_ids)), usage
+
+    def most_characters(self, num_tokens: int) -> int:
+        """No longer text fits into so many tokens, whatever they are."""
+        tokenizer = self.tokenizer
+        longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+        return num_tokens * longest
+
+    def _message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Depths at which other conversations may part from this one.
+
+        Where the head (the first message: system prompt and tools) ends, and the last two messages
+        before the answer.
+        """
+        marker = self.tokenizer.special_ids[END_OF_MSG]
+        ends = [i + 1 for i, token_id in enumerate(token_ids) if token_id == marker]
+        return tuple(dict.fromkeys(ends[:1] + ends[-2:]))
+
+
+def _num_uncounted(request: Request) -> int:
+    """The stub's channel opener is three tokens that Moonshot's API does not count as prompt."""
+    partial = bool(request.messages) and request.messages[-1].partial
+    return 3 if request.options.add_generation_prompt and not partial else 0
+
+
+def count_tokens(media: Sequence[ProcessedMedia], kind: str) -> int:
+    """Feature tokens of one kind of media."""
+    return sum(
+        group.num_tokens
+        for item in media
+        if item.layout.kind == kind
+        for group in item.layout.groups
+    )

@@ -1,0 +1,171 @@
+"""``python -m k3vl.kernels.bench OP``: check, then time, then say how near the device's limits.
+
+Needs a CUDA device. A case whose result is wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from k3vl.kernels.bench.attention_cases import (
+    attn_residual_cases,
+    mla_decode_cases,
+    mla_prefill_cases,
+    small_vision_cases,
+    vision_cases,
+)
+from k3vl.kernels.bench.case import Case, ratio_of_norms
+from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
+from k3vl.kernels.bench.moe_cases import moe_cases, plan_cases, route_cases
+from k3vl.kernels.bench.timing import Ceilings, measure_ceilings, time_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "kda_decode": decode_cases,
+    "attn_residual": attn_residual_cases,
+    "kda_prefill": prefill_cases,
+    "mla_decode": mla_decode_cases,
+    "mla_prefill": mla_prefill_cases,
+    "vision_attention": vision_cases,
+    "vision_small": small_vision_cases,
+    "route": route_cases,
+    "plan_experts": plan_cases,
+    "moe_experts": moe_cases,
+}
+
+
+def main() -> None:
+    """Measure some ops, or all."""
+    parser = argparse.ArgumentParser(prog="python -m k3vl.kernels.bench", description=__doc__)
+    parser.add_argument(
+        "ops", nargs="+", choices=[*CASES, "all"], metavar="OP", help=", ".join(CASES)
+    )
+    parser.add_argument("--output", type=Path, help="append JSON lines here")
+    parser.add_argument("--variants", action="store_true", help="also time other launch shapes")
+    parser.add_argument("--no-peers", action="store_true", help="time only our own")
+    parser.add_argument("--only", default="", help="cases whose shape has this text")
+    parser.add_argument("--commit", help="of the code, where there is no repository")
+    parser.add_argument("--compile-only", action="store_true", help="run everything once, untimed")
+    options = parser.parse_args()
+    torch.manual_seed(time.time_ns() % 2**32)
+    ceilings = None if options.compile_only else measure_ceilings()
+    about = _about(options.commit, ceilings)
+    say(json.dumps(about))
+    failed = 0
+    for op in CASES if "all" in options.ops else options.ops:
+        for case in CASES[op]():
+            if options.only not in case.shape:
+                continue
+            # One case that fails must not cost the measurements of the others.
+            try:
+                lines = run(case, ceilings, variants=options.variants, peers=not options.no_peers)
+            except Exception:  # noqa: BLE001 - reported, and the exit status says so
+                say(f"{case.op} {case.shape}: {traceback.format_exc(limit=6)}")
+                failed += 1
+                continue
+            if options.output:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                with options.output.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps({**about, **line}) + "\n" for line in lines)
+            torch.cuda.empty_cache()
+    sys.exit(bool(failed))
+
+
+def run(
+    case: Case, ceilings: Ceilings | None, *, variants: bool, peers: bool
+) -> list[dict[str, Any]]:
+    """Check one case and time everybody in it."""
+    got = case.ours()
+    error = ratio_of_norms(got, case.want()) if case.want and ceilings else None
+    if error is not None and not error < case.limit:
+        raise AssertionError(f"wrong by {error:.2e}, allowed {case.limit:.0e}")
+    say(f"{case.op} {case.shape}: " + ("not compared" if error is None else f"error {error:.1e}"))
+    everybody: dict[str, Callable[[], object]] = {"k3vl": case.timed or case.ours}
+    if variants:
+        everybody.update({f"k3vl, {name}": work for name, work in case.variants.items()})
+    if peers:
+        everybody.update(case.peers)
+    lines = []
+    for name, work in everybody.items():
+        try:
+            line = _measure(case, name, work, ceilings)
+        except Exception:  # noqa: BLE001 - a peer or a variant that does not run here
+            say(f"  {name}: {traceback.format_exc(limit=-3)}")
+            continue
+        if line:
+            lines.append({**line, "error": error if name == "k3vl" else None})
+    return lines
+
+
+def _measure(
+    case: Case, name: str, work: Callable[[], object], ceilings: Ceilings | None
+) -> dict[str, Any]:
+    if ceilings is None:
+        work()
+        torch.cuda.synchronize()
+        return {}
+    timing = time_call(work)
+    seconds = timing.median * 1e-6
+    floor = max(case.bytes / ceilings.bandwidth, case.flops / ceilings.flops)
+    line = {
+        "op": case.op,
+        "shape": case.shape,
+        "implementation": name,
+        "median_us": round(timing.median, 2),
+        "quartiles_us": [round(timing.low, 2), round(timing.high, 2)],
+        "count": timing.count,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "of_bandwidth": round(case.bytes / seconds / ceilings.bandwidth, 3),
+        "of_flops": round(case.flops / seconds / ceilings.flops, 3),
+        "of_limit": round(floor / seconds, 3),
+    }
+    say(
+        f"  {timing.median:10.1f} us  {line['of_limit']:6.1%} of the limit  "
+        f"({timing.low:.1f}..{timing.high:.1f})  {name}"
+    )
+    return line
+
+
+def _about(commit: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
+    if commit is None:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        commit = done.stdout.strip() or "unknown"
+    about: dict[str, Any] = {
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    if ceilings:
+        about["copy_tb_s"] = round(ceilings.bandwidth / 1e12, 3)
+        about["bf16_tflop_s"] = round(ceilings.flops / 1e12, 1)
+    return about
+
+
+def say(text: str) -> None:
+    """To standard output at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

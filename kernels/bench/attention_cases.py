@@ -1,0 +1,215 @@
+"""Latent attention, attention residuals and the vision tower at K3's widths, beside PyTorch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from k3vl.kernels.attn_residual.gpu import attn_residual
+from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.mla.gpu import DecodeShape, mla_decode, mla_prefill_packed
+from k3vl.kernels.mla.reference import mla_decode_reference, mla_prefill_reference
+from k3vl.kernels.pixels import normalise_pixels as normalise_reference
+from k3vl.kernels.pixels.gpu import normalise_pixels
+from k3vl.kernels.vision_attention.gpu import vision_attention
+from k3vl.kernels.vision_attention.grouped import vision_attention_grouped
+from k3vl.kernels.vision_attention.reference import vision_attention_reference
+from k3vl.kernels.vision_pos import rotary_table
+from k3vl.kernels.vision_pos import rotate as rotate_reference
+from k3vl.kernels.vision_pos.gpu import rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SCALE = 192**-0.5
+
+
+def attn_residual_cases() -> Iterator[Case]:
+    """Nine rows of 7168, the most that K3 mixes."""
+    depth, width = 9, 7168
+    mixed = torch.compile(attn_residual_reference, dynamic=False)
+    for tokens in (1, 32, 2048, 8192):
+        rows = normal(depth, tokens, width)
+        query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
+        run = partial(attn_residual, rows, query, norm, 1e-5)
+        yield Case(
+            op="attn_residual",
+            shape=f"T{tokens} R{depth} D{width}",
+            ours=run,
+            want=partial(attn_residual_reference, rows.float(), query, norm.float(), 1e-5),
+            limit=8e-3,
+            bytes=tokens * width * 2 * (depth + 1),
+            flops=tokens * width * depth * 8,
+            variants={f"{warps} warps": partial(run, warps=warps) for warps in (2, 4, 8, 16)},
+            peers={
+                "torch.compile of the reference": partial(mixed, rows, query, norm, 1e-5),
+                "PyTorch reference": partial(attn_residual_reference, rows, query, norm, 1e-5),
+            },
+        )
+
+
+def mla_decode_cases() -> Iterator[Case]:
+    """Absorbed form, 512 + 64, bf16; latents of every sequence lie in random pages of 64."""
+    heads = 96
+    for batch, length in ((1, 8192), (1, 32768), (32, 8192), (128, 8192)):
+        latents = normal(batch * length, 576)
+        pages = torch.randperm(batch * length // 64, device="cuda").view(batch, -1, 1)
+        rows = (pages * 64 + torch.arange(64, device="cuda")).flatten(1)
+        lengths = torch.full((batch,), length, device="cuda")
+        q = normal(batch, heads, 576)
+        run = partial(mla_decode, q, latents, rows, lengths, 512, _SCALE)
+        context = latents[rows].unsqueeze(1)  # peers cannot read pages
+        # To PyTorch the heads of one sequence are queries of one head.
+        dense = partial(
+            scaled_dot_product_attention,
+            q.unsqueeze(1),
+            context,
+            context[..., :512],
+            scale=_SCALE,
+        )
+        small = batch * length <= 2**18
+        yield Case(
+            op="mla_decode",
+            shape=f"B{batch} L{length} H{heads}",
+            ours=run,
+            want=partial(
+                mla_decode_reference, q.float(), latents.float(), rows, lengths, 512, _SCALE
+            )
+            if small
+            else None,
+            limit=8e-3,
+            bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
+            flops=2 * batch * length * heads * (576 + 512),
+            variants={
+                f"{block} heads, {step} latents, {warps} warps, {stages} stages, {splits} parts": (
+                    partial(run, shape=DecodeShape(block, step, warps, stages, splits))
+                )
+                for block, step, warps, stages, per in (
+                    (64, 32, 8, 2, 2),
+                    (32, 64, 4, 2, 3),
+                )
+                for splits in [max(1, 132 // (batch * per))]
+            },
+            peers={"PyTorch scaled_dot_product_attention, latents gathered before": dense}
+            if small
+            else {},
+        )
+
+
+def mla_prefill_cases() -> Iterator[Case]:
+    """Expanded form, 192 and 128 wide, causal; with and without a cached prefix."""
+    heads = 96
+    for queries, keys in ((2048, 2048), (8192, 8192), (8192, 32768), (32768, 32768)):
+        q, v = normal(queries, heads, 192), normal(keys, heads, 128)
+        k, shared = normal(keys, heads, 128), normal(keys, 64)
+        run = partial(
+            mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
+        )
+        pairs = queries * keys - queries * (queries - 1) / 2
+        peers = {}
+        if queries == keys:  # PyTorch's causal mask starts at the upper left
+            joined = torch.cat([k, shared.unsqueeze(1).expand(-1, heads, -1)], -1)
+            query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, joined, v))
+            peers["PyTorch scaled_dot_product_attention, keys joined before"] = partial(
+                scaled_dot_product_attention, query, key, value, is_causal=True, scale=_SCALE
+            )
+
+        def want(
+            q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v,
+            shared: torch.Tensor = shared,
+        ) -> torch.Tensor:  # fmt: skip
+            joined = torch.cat([k, shared.unsqueeze(1).expand(-1, heads, -1)], -1)
+            return mla_prefill_reference(q.float(), joined.float(), v.float(), _SCALE)
+
+        yield Case(
+            op="mla_prefill",
+            shape=f"T{queries} L{keys} H{heads}",
+            ours=run,
+            want=want if queries == 2048 else None,
+            limit=8e-3,
+            bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
+            flops=2 * heads * pairs * 320,
+            variants={
+                f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
+                f"{shape.stages} stages": partial(run, shape=shape)
+                for shape in (
+                    FlashShape(128, 32, 8, 4),
+                    FlashShape(64, 64, 4, 3),
+                )
+            }
+            if queries == 8192 == keys
+            else {},
+            peers=peers,
+        )
+
+
+def vision_cases() -> Iterator[Case]:
+    """12 heads of 128: one picture of 1024 x 1024, many of 448 x 448, and a mixture."""
+    heads = 12
+    mixture = [5476, 1024, 4096, 256, 2304, 1024, 576, 3136]
+    for name, lengths in (
+        ("1 x 5476", [5476]),
+        ("16 x 1024", [1024] * 16),
+        ("8 of 256 to 5476", mixture),
+    ):
+        total = sum(lengths)
+        qkv = normal(total, 3 * heads, 128)
+        q, k, v = qkv.split(heads, 1)
+        run = partial(vision_attention, q, k, v, lengths)
+        yield Case(
+            op="vision_attention",
+            shape=f"{name} patches H12 K128",
+            ours=run,
+            want=partial(vision_attention_reference, q, k, v, lengths),
+            limit=8e-3,
+            bytes=4 * total * heads * 256,
+            flops=4 * heads * 128 * sum(n * n for n in lengths),
+            variants={
+                f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
+                f"{shape.stages} stages": partial(run, shape=shape)
+                for shape in (
+                    FlashShape(128, 64, 8, 3),
+                    FlashShape(64, 32, 4, 4),
+                )
+            },
+            peers={
+                "PyTorch scaled_dot_product_attention, equal items together": partial(
+                    vision_attention_grouped, q, k, v, lengths
+                )
+            },
+        )
+
+
+def small_vision_cases() -> Iterator[Case]:
+    """What surrounds the attention: rotary positions, pixels."""
+    table = rotary_table(74, 74, 128, device=torch.device("cuda"))
+    x = normal(5476, 36, 128)[:, :24]
+    yield Case(
+        op="rotate",
+        shape="5476 patches, 24 heads of 128",
+        ours=partial(rotate, x, table),
+        want=partial(rotate_reference, x.float(), table),
+        limit=8e-3,
+        bytes=2 * 5476 * 24 * 256 + table.nbytes,
+        flops=5476 * 24 * 128 * 3,
+        variants={f"{w} warps": partial(rotate, x, table, warps=w) for w in (1, 2, 8)},
+        peers={"PyTorch complex product": partial(rotate_reference, x, table)},
+    )
+    pixels = torch.randint(0, 256, (65536, 3, 14, 14), dtype=torch.uint8, device="cuda")
+    moments = torch.full((3,), 0.5, device="cuda")
+    args = (pixels, moments, moments)
+    yield Case(
+        op="normalise_pixels",
+        shape="65536 patches of 3 x 14 x 14",
+        ours=partial(normalise_pixels, *args, torch.bfloat16),
+        want=partial(normalise_reference, *args, torch.float32),
+        limit=8e-3,
+        bytes=3 * pixels.numel(),
+        flops=3 * pixels.numel(),
+        peers={"PyTorch": partial(normalise_reference, *args, torch.bfloat16)},
+    )

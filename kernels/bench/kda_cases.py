@@ -1,0 +1,249 @@
+"""Kimi Delta Attention at K3's width, beside flash-linear-attention where it is installed."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.kda import KDAWeights
+from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
+from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_DECODE_VARIANTS = (
+    (32, 4, None),
+    (64, 4, 168),
+    (64, 8, 128),
+    (128, 16, None),
+)
+_PREFILL_VARIANTS = (
+    PrefillShape(values=64, warps=4, stages=4, registers=168),
+    PrefillShape(values=64, warps=4, stages=3, registers=128),
+    PrefillShape(values=128, warps=8, stages=3, registers=None),
+    PrefillShape(values=128, warps=8, stages=3, registers=168),
+)
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""qkv, gate, decay and write, columns of one projection."""
+
+_K = 128
+_STATE = _K * _K * 4
+
+
+def _weights(heads: int) -> KDAWeights:
+    single = torch.float32
+    return KDAWeights(
+        conv=normal(3 * heads * _K, 4, dtype=single) / 2,
+        a_log=normal(heads, dtype=single) / 3,
+        dt_bias=normal(heads * _K, dtype=single),
+        o_norm=normal(_K, dtype=single).abs() + 0.5,
+        eps=1e-5,
+        lower_bound=-5.0,
+    )
+
+
+def _inputs(rows: int, heads: int) -> Inputs:
+    widths = (3 * heads * _K, heads * _K, heads * _K, heads)
+    qkv, gate, decay, write = normal(rows, sum(widths)).split(widths, -1)
+    return qkv, gate, decay, write
+
+
+def _single(args: Inputs) -> Inputs:
+    qkv, gate, decay, write = (x.float() for x in args)
+    return qkv, gate, decay, write
+
+
+def decode_cases() -> Iterator[Case]:
+    """One token of B sequences; bytes are the states, read and written, and the rows."""
+    for batch, heads in ((1, 96), (8, 96), (32, 96), (128, 96), (32, 12)):
+        weights, args = _weights(heads), _inputs(batch, heads)
+        cells = torch.randperm(batch * heads, device="cuda").view(batch, heads)
+        windows = normal(batch * heads, 3, 3, _K)
+        states = normal(batch * heads, _K, _K, dtype=torch.float32)
+        step = partial(kda_decode, *args, weights, windows, states, cells)
+        fresh = windows.clone(), states.clone()
+
+        def ours(
+            args: Inputs = args,
+            weights: KDAWeights = weights,
+            fresh: tuple[torch.Tensor, torch.Tensor] = fresh,
+            cells: torch.Tensor = cells,
+        ) -> torch.Tensor:
+            windows, states = (x.clone() for x in fresh)
+            return kda_decode(*args, weights, windows, states, cells)
+
+        def want(
+            args: Inputs = args,
+            weights: KDAWeights = weights,
+            fresh: tuple[torch.Tensor, torch.Tensor] = fresh,
+            cells: torch.Tensor = cells,
+        ) -> torch.Tensor:
+            windows, states = (x.float() for x in fresh)
+            return kda_decode_reference(*_single(args), weights, windows, states, cells)
+
+        rows = batch * heads * _K * 2
+        yield Case(
+            op="kda_decode",
+            shape=f"B{batch} H{heads} K128, all fused",
+            ours=ours,
+            timed=step,
+            want=want,
+            limit=8e-3,
+            # states and windows both ways; qkv, gate, decay in; output
+            bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
+            flops=batch * heads * 8 * _K * _K,
+            variants={
+                f"tile {tile}, {warps} warps, {registers} registers": partial(
+                    step, tile=tile, warps=warps, registers=registers
+                )
+                for tile, warps, registers in _DECODE_VARIANTS
+            },
+            peers=_decode_peers(batch, heads, args, weights),
+        )
+
+
+def _decode_peers(
+    batch: int, heads: int, args: Inputs, weights: KDAWeights
+) -> dict[str, Callable[[], object]]:
+    if find_spec("fla") is None:
+        return {}
+    from fla.ops.kda import fused_recurrent_kda
+
+    q, k, v = (x.reshape(batch, 1, heads, _K).contiguous() for x in args[0].chunk(3, -1))
+    decay = args[2].reshape(batch, 1, heads, _K).contiguous()
+    beta = args[3].reshape(batch, 1, heads).contiguous()
+    state = normal(batch, heads, _K, _K, dtype=torch.float32)
+    return {
+        "fla 0.6.0 fused_recurrent_kda (no convolution, no output norm)": lambda: (
+            fused_recurrent_kda(
+                q=q,
+                k=k,
+                v=v,
+                g=decay,
+                beta=beta,
+                A_log=weights.a_log,
+                dt_bias=weights.dt_bias,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                lower_bound=-5.0,
+            )
+        )
+    }
+
+
+def prefill_cases() -> Iterator[Case]:
+    """Packed sequences; bytes are the projections in and the output, the states once."""
+    shapes = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
+    for lengths, heads in shapes:
+        rows = sum(lengths)
+        weights, args = _weights(heads), _inputs(rows, heads)
+        sequences = len(lengths)
+        cells = torch.randperm(sequences * heads, device="cuda").view(sequences, heads)
+        windows = torch.zeros(sequences * heads, 3, 3, _K, dtype=torch.bfloat16, device="cuda")
+        states = torch.zeros(sequences * heads, _K, _K, device="cuda")
+        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+        ends = cu_seqlens[1:]
+        run = partial(kda_prefill, *args, weights, windows, states, cells, cu_seqlens, ends)
+
+        def ours(
+            args: Inputs = args,
+            weights: KDAWeights = weights,
+            windows: torch.Tensor = windows,
+            states: torch.Tensor = states,
+            rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+                cells,
+                cu_seqlens,
+                cu_seqlens[1:],
+            ),
+        ) -> torch.Tensor:
+            own = torch.zeros_like(windows), torch.zeros_like(states)
+            return kda_prefill(*args, weights, *own, *rest)
+
+        def want(
+            args: Inputs = args,
+            weights: KDAWeights = weights,
+            windows: torch.Tensor = windows,
+            states: torch.Tensor = states,
+            rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+                cells,
+                cu_seqlens,
+                cu_seqlens[1:],
+            ),
+        ) -> torch.Tensor:
+            own = torch.zeros_like(windows).float(), torch.zeros_like(states)
+            return kda_prefill_reference(*_single(args), weights, *own, *rest)
+
+        yield Case(
+            op="kda_prefill",
+            shape=f"{sequences} x T{lengths[0]} H{heads} K128, all fused",
+            ours=ours,
+            timed=run,
+            want=want,
+            limit=1.2e-2,
+            bytes=rows * heads * _K * 2 * 6 + sequences * heads * 2 * _STATE,
+            flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+            variants={str(shape): partial(run, shape=shape) for shape in _PREFILL_VARIANTS},
+            peers=_prefill_peers(args, weights, cu_seqlens, heads),
+        )
+
+
+def _prefill_peers(
+    args: Inputs, weights: KDAWeights, cu_seqlens: torch.Tensor, heads: int
+) -> dict[str, Callable[[], object]]:
+    if find_spec("fla") is None:
+        return {}
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from fla.ops.kda import chunk_kda
+
+    rows = args[0].shape[0]
+    qkv = args[0].contiguous().unsqueeze(0)
+    gate = args[1].contiguous().view(1, rows, heads, _K)
+    decay = args[2].contiguous().view(1, rows, heads, _K)
+    beta = args[3].contiguous().unsqueeze(0)
+    state = torch.zeros(cu_seqlens.shape[0] - 1, heads, _K, _K, device="cuda")
+    q, k, v = (x.reshape(1, rows, heads, _K).contiguous() for x in qkv.chunk(3, -1))
+    host = cu_seqlens.cpu()
+
+    @torch.inference_mode()
+    def core(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+        return chunk_kda(
+            q=q,
+            k=k,
+            v=v,
+            g=decay,
+            beta=beta,
+            A_log=weights.a_log,
+            dt_bias=weights.dt_bias,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            safe_gate=True,
+            lower_bound=-5.0,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=host,
+        )[0]
+
+    @torch.inference_mode()
+    def whole() -> torch.Tensor:
+        y, _ = causal_conv1d(
+            qkv, weights.conv.bfloat16(), activation="silu", cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=host,
+        )  # fmt: skip
+        out = core(*(x.reshape(1, rows, heads, _K) for x in y.chunk(3, -1)))
+        return rms_norm_gated(out, gate, weights.o_norm, None, activation="sigmoid", eps=1e-5)
+
+    return {
+        "fla 0.6.0 chunk_kda (no convolution, no output norm)": core,
+        "fla 0.6.0 causal_conv1d + chunk_kda + rms_norm_gated": whole,
+    }

@@ -1,0 +1,149 @@
+"""K3's routed experts at real width: 896 experts in 4 bits, 16 a token, 3584 to 3072 and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.moe import route
+from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, moe_experts_mxfp4
+from k3vl.kernels.situ import SituGLU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_E, _K, _L, _I = 896, 16, 3584, 3072
+_BYTES_OF_ONE = 3 * _L * _I * 17 // 32  # 4 bits and one scale byte per 32
+_SITU = SituGLU(beta=4.0, linear_beta=25.0)
+
+
+def _random_experts() -> Mxfp4Experts:
+    """Any words are valid codes; the scales keep the outputs near one."""
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randint(117, 121, shape, dtype=torch.uint8, device="cuda")
+
+    return Mxfp4Experts(
+        w13=words(_E, 2 * _I, _L // 8),
+        w13_scale=scales(_E, 2 * _I, _L // 32),
+        w2=words(_E, _L, _I // 8),
+        w2_scale=scales(_E, _L, _I // 32),
+    )
+
+
+def moe_cases() -> Iterator[Case]:
+    """Plan, both products, weighted sum and norm; routing uniform at random."""
+    stored = _random_experts()
+    norm = normal(_L).abs() + 0.5
+    for tokens in (1, 8, 32, 128, 512, 2048, 8192, 16384):
+        x = normal(tokens, _L)
+        weights, chosen = route(
+            normal(tokens, _E, dtype=torch.float32),
+            normal(_E, dtype=torch.float32) * 0.01,
+            _K,
+            renormalise=True,
+            scale=1.0,
+        )
+        touched = chosen.unique()
+        yield Case(
+            op="moe_experts_mxfp4",
+            shape=f"T{tokens}, 16 of 896, {len(touched)} experts read",
+            ours=partial(
+                moe_experts_mxfp4_gpu, x, weights, chosen, stored, _SITU, norm=norm, eps=1e-5
+            ),
+            want=partial(_want, x, weights, chosen, stored, norm) if tokens <= 8 else None,
+            limit=8e-3,
+            bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
+            flops=2 * tokens * _K * 3 * _L * _I,
+            peers=_peers(tokens, chosen),
+        )
+
+
+def _want(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    stored: Mxfp4Experts,
+    norm: torch.Tensor,
+) -> torch.Tensor:
+    """The reference over the experts that are read; all of them do not fit in float32."""
+    touched, places = chosen.unique(return_inverse=True)
+    few = replace(
+        stored,
+        w13=stored.w13[touched],
+        w13_scale=stored.w13_scale[touched],
+        w2=stored.w2[touched],
+        w2_scale=stored.w2_scale[touched],
+    )
+    total = moe_experts_mxfp4(x.float(), weights, places, few, _SITU)
+    return torch.nn.functional.rms_norm(total, (_L,), norm.float(), 1e-5)
+
+
+def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """PyTorch's grouped product has no 4-bit form: weights in bfloat16, 3.8 times the bytes."""
+    if tokens != 8192:
+        return {}
+    w13 = normal(_E, 2 * _I, _L)
+    w2 = normal(_E, _L, _I)
+    x = normal(tokens * _K, _L)
+    ends = torch.bincount(chosen.flatten(), minlength=_E).cumsum(0).int()
+
+    def products() -> torch.Tensor:
+        hidden = _SITU(torch._grouped_mm(x, w13.mT, ends))
+        return torch._grouped_mm(hidden, w2.mT, ends)
+
+    return {"PyTorch grouped_mm over bfloat16 (sorted before; no weighted sum, no norm)": products}
+
+
+def route_cases() -> Iterator[Case]:
+    """Sigmoid, biased top 16 of 896, weights."""
+    for tokens in (1, 32, 8192, 32768):
+        logits = normal(tokens, _E, dtype=torch.float32)
+        bias = normal(_E, dtype=torch.float32) * 0.01
+        ours = partial(route_gpu, logits, bias, _K, renormalise=True, scale=1.0)
+        plain = partial(route, logits, bias, _K, renormalise=True, scale=1.0)
+        yield Case(
+            op="route",
+            shape=f"T{tokens}, 16 of 896",
+            ours=partial(_sorted, ours),
+            timed=ours,
+            want=partial(_sorted, plain),
+            limit=1e-5,
+            bytes=tokens * (_E * 4 + _K * 12),
+            flops=tokens * _E * 20,
+            peers={"PyTorch": plain},
+        )
+
+
+def _sorted(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Weights in the order of the experts, and the experts."""
+    weights, experts = run()
+    experts, order = experts.sort(1)
+    return torch.cat([weights.gather(1, order), experts.float()], 1)
+
+
+def plan_cases() -> Iterator[Case]:
+    """The launch before the products; its limit is a launch."""
+    for tokens in (1, 32, 256):
+        chosen = torch.rand(tokens, _E, device="cuda").topk(_K, 1).indices
+        yield Case(
+            op="plan_experts",
+            shape=f"T{tokens}, 16 of 896",
+            ours=partial(_order, chosen),
+            want=None,
+            limit=0.0,
+            bytes=tokens * _K * 12,
+            flops=0,
+        )
+
+
+def _order(chosen: torch.Tensor) -> torch.Tensor:
+    return plan_gpu(chosen, _E).order

@@ -1,0 +1,120 @@
+"""Launches ``flash_kernel``: the attention of MLA prefill and of the vision tower on a CUDA device.
+
+No op of its own: ``mla`` and ``vision_attention`` say what it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.flash_kernel import flash_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FlashShape(NamedTuple):
+    """Queries and keys of a program, its warps and pipeline stages."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    lengths: Sequence[int],
+    contexts: Sequence[int],
+    causal: bool,
+    rest: torch.Tensor | None = None,
+    shape: FlashShape | None = None,
+) -> torch.Tensor:
+    """Attend within every sequence.
+
+    Args:
+        q: [N, H, K + P]; the last axis of every argument is contiguous.
+        k: [M, H, K] (a head axis may have stride 0), v: [M, H, V].
+        scale: of the scores.
+        lengths: queries of every sequence, contexts: its keys, no fewer.
+        causal: whether the last query sees all keys and every earlier one a key less.
+        rest: [M, H, P], the last part of the keys; None for P = 0.
+        shape: of the programs, for measurements.
+
+    Returns:
+        [N, H, V] in the dtype of ``q``; softmax in float32.
+
+    Raises:
+        ShapeError: a width is no power of two of at least 16 (V: 32), or a row is not contiguous.
+    """
+    rows, heads, _ = q.shape
+    key, value = k.shape[-1], v.shape[-1]
+    shared = rest.shape[-1] if rest is not None else 0
+    parts = [q, k, v] if rest is None else [q, k, v, rest]
+    widths = [key, value] if rest is None else [key, value, shared]
+    fits = all(w >= 16 and not w & (w - 1) for w in widths) and q.shape[-1] == key + shared
+    fits = fits and value >= 32
+    if not fits or any(x.stride(-1) != 1 for x in parts):
+        raise ShapeError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and {shared}, v {tuple(v.shape)}; "
+            "rows must be contiguous and widths powers of two, at least 16"
+        )
+    out = torch.empty(rows, heads, value, dtype=q.dtype, device=q.device)
+    if not rows:
+        return out
+    half = q.dtype != torch.float32
+    layout = shape or _shape(max(lengths), key + shared, value, half=half)
+    tail = k if rest is None else rest
+    flash_kernel[(triton.cdiv(max(lengths), layout.queries), heads, len(lengths))](
+        q,
+        k,
+        tail,
+        v,
+        out,
+        offsets(tuple(lengths), q.device),
+        offsets(tuple(contexts), q.device),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *tail.stride()[:2],
+        *v.stride()[:2],
+        scale / math.log(2),
+        heads,
+        K=key,
+        P=shared,
+        V=value,
+        BM=layout.queries,
+        BN=layout.keys,
+        CAUSAL=causal,
+        PRECISION="tf32" if half else "tf32x3",
+        STAGES=layout.stages,
+        num_warps=layout.warps,
+    )
+    return out
+
+
+@lru_cache(maxsize=32)
+def offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[S + 1] int64 running sums; kept, as every layer of a step asks for the same."""
+    ends = torch.tensor((0, *lengths), dtype=torch.int64).cumsum(0)
+    return ends.to(device)
+
+
+def _shape(longest: int, key: int, value: int, *, half: bool) -> FlashShape:
+    """The fastest of those that ``bench`` tries on an H200."""
+    if not half:  # float32 operands fill shared memory twice as fast
+        return FlashShape(16, 16, 4, 1) if value > 256 else FlashShape(32, 32, 4, 1)
+    if value > 256:
+        return FlashShape(64, 32, 8, 2)
+    if longest <= 64 or key + value <= 256:
+        return FlashShape(64, 64, 4, 3)
+    return FlashShape(128, 64, 8, 3)

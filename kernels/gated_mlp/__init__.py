@@ -1,0 +1,75 @@
+"""The gated MLP: two projections with a gated activation between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch.nn import functional as F
+
+from k3vl.errors import ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from k3vl.kernels.situ import GatedActivation
+
+
+class GatedMLPOp(Protocol):
+    """``down activation(gate_up x)``.
+
+    Args:
+        x: [N, D].
+        gate_up: [2 I, D], gate rows first.
+        down: [D, I].
+        activation: [N, 2 I] -> [N, I].
+
+    Returns:
+        [N, D] in the dtype of ``x``.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """[N, D] -> [N, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedGatedMLP:
+    """The op as two projections around an activation op (:func:`k3vl.kernels.situ.glu`)."""
+
+    glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """See :class:`GatedMLPOp`."""
+        check_shapes(x, gate_up, down)
+        return F.linear(self.glu(F.linear(x, gate_up), activation), down)
+
+
+def check_shapes(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    """Refuse what does not belong together; for every implementation of the op.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    width, inner = down.shape
+    if x.shape[1:] != (width,) or gate_up.shape != (2 * inner, width):
+        raise ShapeError(
+            f"gated_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, "
+            f"down {tuple(down.shape)}"
+        )

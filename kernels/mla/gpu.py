@@ -1,0 +1,207 @@
+"""Multi-head latent attention on a CUDA device."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.flash import FlashShape, flash
+from k3vl.kernels.mla.decode_kernels import mla_decode_kernel, mla_merge_kernel
+
+_PROGRAMS = 132
+"""Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
+
+
+class DecodeShape(NamedTuple):
+    """Heads and latents of a program, its warps and pipeline stages, parts of a context."""
+
+    heads: int
+    latents: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    shape: FlashShape | None = None,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_prefill`."""
+    return mla_prefill_packed(
+        q, k, v, scale, lengths=(q.shape[0],), contexts=(k.shape[0],), shape=shape
+    )
+
+
+def mla_prefill_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    lengths: tuple[int, ...],
+    contexts: tuple[int, ...],
+    shared: torch.Tensor | None = None,
+    shape: FlashShape | None = None,
+) -> torch.Tensor:
+    """Attend causally in several packed sequences, each behind a cached prefix or none.
+
+    Args:
+        q: [N, H, K + P].
+        k: [M, H, K] and shared: [M, P], the part of the keys that all heads have in common; or
+            k: [M, H, K + P] alone.
+        v: [M, H, V].
+        scale: of the scores.
+        lengths: new tokens of every sequence, they add up to N.
+        contexts: tokens of every sequence, prefix included; they add up to M.
+        shape: of the programs, for measurements.
+
+    Returns:
+        [N, H, V] in the dtype of ``q``; softmax in float32.
+
+    Raises:
+        ShapeError: the shapes disagree, or the kernel cannot take the widths.
+    """
+    width = k.shape[-1] + (shared.shape[-1] if shared is not None else 0)
+    agree = (
+        q.shape[1:] == (k.shape[1], width)
+        and v.shape[:2] == k.shape[:2]
+        and (sum(lengths), sum(contexts)) == (q.shape[0], k.shape[0])
+        and all(t <= n for t, n in zip(lengths, contexts, strict=True))
+    )
+    if not agree:
+        raise ShapeError(f"mla_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if shared is not None:
+        rest: torch.Tensor | None = shared.unsqueeze(1).expand(-1, k.shape[1], -1)
+    else:
+        k, rest = _halve(k)
+    return flash(
+        q, k, v, scale, lengths=lengths, contexts=contexts, causal=True, rest=rest, shape=shape
+    )
+
+
+def mla_prefill_latent(
+    q: torch.Tensor,
+    context: torch.Tensor,
+    latent_width: int,
+    scale: float,
+    *,
+    shape: FlashShape | None = None,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
+    if q.shape[-1] != context.shape[-1] or q.shape[0] > context.shape[0]:
+        raise ShapeError(
+            f"mla_prefill_latent: q {tuple(q.shape)}, context {tuple(context.shape)}, "
+            f"R {latent_width}"
+        )
+    c, shared = context.split([latent_width, context.shape[-1] - latent_width], dim=-1)
+    heads = q.shape[1]
+    c = c.unsqueeze(1).expand(-1, heads, -1)
+    return flash(
+        q,
+        c,
+        c,
+        scale,
+        lengths=(q.shape[0],),
+        contexts=(context.shape[0],),
+        causal=True,
+        rest=shared.unsqueeze(1).expand(-1, heads, -1),
+        shape=shape,
+    )
+
+
+def mla_decode(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    latent_width: int,
+    scale: float,
+    *,
+    shape: DecodeShape | None = None,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_decode`; every length is at least 1."""
+    batch, heads, width = q.shape
+    shared = width - latent_width
+    agree = width == latents.shape[-1] and rows.shape[0] == batch == lengths.shape[0]
+    powers = all(w >= 16 and not w & (w - 1) for w in (latent_width, shared))
+    flat = all(x.stride(-1) == 1 for x in (q, latents, rows))
+    if not (agree and powers and flat):
+        raise ShapeError(
+            f"mla_decode: q {tuple(q.shape)}, latents {tuple(latents.shape)}, rows "
+            f"{tuple(rows.shape)}, lengths {tuple(lengths.shape)}, R {latent_width}; rows must be "
+            "contiguous and R and P powers of two, at least 16"
+        )
+    out = torch.empty(batch, heads, latent_width, dtype=q.dtype, device=q.device)
+    if not batch:
+        return out
+    half = q.dtype != torch.float32
+    layout = shape or _decode_shape(batch, heads, rows.shape[1], half=half)
+    splits = layout.splits
+    whole = splits == 1
+    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
+    sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
+    mla_decode_kernel[(triton.cdiv(heads, layout.heads), batch, splits)](
+        q,
+        latents,
+        rows,
+        lengths,
+        out,
+        parts,
+        sums,
+        *q.stride()[:2],
+        latents.stride(0),
+        rows.stride(0),
+        scale / math.log(2),
+        heads,
+        splits,
+        R=latent_width,
+        P=shared,
+        BH=layout.heads,
+        BN=layout.latents,
+        WHOLE=whole,
+        PRECISION="tf32" if half else "tf32x3",
+        STAGES=layout.stages,
+        num_warps=layout.warps,
+    )
+    if not whole:
+        mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
+            parts,
+            sums,
+            lengths,
+            out,
+            heads,
+            splits,
+            R=latent_width,
+            BR=min(latent_width, 128),
+            BN=layout.latents,
+            BS=triton.next_power_of_2(splits),
+            BP=min(32, triton.next_power_of_2(splits)),
+        )
+    return out
+
+
+def _decode_shape(batch: int, heads: int, longest: int, *, half: bool) -> DecodeShape:
+    """The fastest of those that ``bench`` tried on an H200; as many parts as fill the device."""
+    if not half:
+        block, latents, warps, stages = 16, 16, 4, 1
+    elif heads > 32:
+        block, latents, warps, stages = 64, 64, 8, 2
+    else:
+        block, latents, warps, stages = 16, 32, 4, 3
+    programs = batch * -(-heads // block)
+    splits = max(1, min(_PROGRAMS // programs, -(-longest // (2 * latents))))
+    return DecodeShape(block, latents, warps, stages, splits)
+
+
+def _halve(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Cut keys into the largest power of two and the rest."""
+    largest = 1 << (k.shape[-1].bit_length() - 1)
+    return k[..., :largest], k[..., largest:] if k.shape[-1] > largest else None

@@ -1,0 +1,170 @@
+"""What an MLA layer asks for between its projections, and its composition from smaller ops.
+
+Decode stays in the latent space (absorbed form), and so does prefill while expanding the latents of
+the whole sequence into keys and values would cost more than its few queries save. All read one
+cache of [c | k_r] rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from k3vl.errors import ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class DecodeOp(Protocol):
+    """See :func:`k3vl.kernels.mla.mla_decode`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        latent_width: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """[B, H, R]."""
+
+
+class MLAOp(Protocol):
+    """Attention over cached latents, from queries to the mixtures of values.
+
+    ``kv_b`` [H, M + V, R] holds every head's key rows, then its value rows; a query is M values
+    for those keys, then P for the part of the keys that all heads share.
+    """
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv_b: torch.Tensor,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """One token of every sequence.
+
+        Args:
+            q: [B, H, M + P].
+            kv_b: [H, M + V, R].
+            latents: [S, R + P], every token slot of the paged cache.
+            rows: [B, L] int64, the cache rows of every sequence in order; padded with any valid
+                row.
+            lengths: [B] int64, how many of them count, the current token among them.
+            scale: of the scores, ``(M + P) ** -0.5``.
+
+        Returns:
+            [B, H, V] in the dtype of ``q``. Rows past a sequence's length have no influence,
+            whatever they hold.
+
+        Raises:
+            ShapeError: the shapes disagree.
+        """
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        kv_b: torch.Tensor,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """The last T tokens of one sequence.
+
+        Args:
+            q: [T, H, M + P].
+            kv_b, latents, scale: as in :meth:`decode`.
+            rows: [L] int64, the cache rows of the sequence in order, L >= T.
+
+        Returns:
+            [T, H, V] in the dtype of ``q``.
+
+        Raises:
+            ShapeError: the shapes disagree.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedMLA:
+    """The op as products around the attention ops of :mod:`k3vl.kernels.mla`."""
+
+    mla_decode: DecodeOp
+    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv_b: torch.Tensor,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Absorbed form; see :class:`MLAOp`."""
+        latent, nope, _ = check_shapes(q, kv_b, latents)
+        absorbed = _absorb(q, kv_b[:, :nope])
+        mixed = self.mla_decode(absorbed, latents, rows, lengths, latent, scale)
+        return _values(mixed, kv_b[:, nope:])
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        kv_b: torch.Tensor,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """The cheaper form for T queries; see :class:`MLAOp`."""
+        latent, nope, shared = check_shapes(q, kv_b, latents)
+        context = latents[rows]
+        heads, expanding = kv_b.shape[:2]
+        if q.shape[0] * (2 * latent + shared - q.shape[-1] - expanding + nope) < latent * expanding:
+            absorbed = _absorb(q, kv_b[:, :nope])
+            mixed = self.mla_prefill_latent(absorbed, context, latent, scale)
+            return _values(mixed, kv_b[:, nope:])
+        c, k_shared = context.split([latent, shared], dim=-1)
+        expanded = (c @ kv_b.flatten(0, 1).mT).unflatten(-1, (heads, -1))
+        k, v = expanded.split([nope, expanding - nope], dim=-1)
+        common = k_shared.unsqueeze(1).expand(-1, heads, -1)
+        return self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
+
+
+def check_shapes(
+    q: torch.Tensor, kv_b: torch.Tensor, latents: torch.Tensor
+) -> tuple[int, int, int]:
+    """Refuse what does not belong together; for every implementation of the op.
+
+    Returns:
+        R, M and P.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    heads, expanding, latent = kv_b.shape
+    shared = latents.shape[1] - latent
+    nope = q.shape[-1] - shared
+    if q.dim() != 3 or q.shape[1] != heads or shared < 0 or not 0 < nope < expanding:
+        raise ShapeError(
+            f"mla: q {tuple(q.shape)}, kv_b {tuple(kv_b.shape)}, latents {tuple(latents.shape)}"
+        )
+    return latent, nope, shared
+
+
+def _absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Queries [N, H, M + P] against keys -> queries [N, H, R + P] against latents."""
+    q_nope, q_shared = q.split([keys.shape[1], q.shape[-1] - keys.shape[1]], dim=-1)
+    absorbed = (q_nope.transpose(0, 1) @ keys).transpose(0, 1)
+    return torch.cat([absorbed, q_shared], dim=-1)
+
+
+def _values(mixed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mixtures of latents [N, H, R] -> mixtures of values [N, H, V]."""
+    return (mixed.transpose(0, 1) @ values.mT).transpose(0, 1)

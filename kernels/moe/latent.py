@@ -1,0 +1,153 @@
+"""The latent mixture of experts: its contract, and its composition from smaller ops.
+
+Route on the full width, project down, run the chosen experts in the latent, sum, norm, project up,
+add the shared experts. Source: Kimi K3 report, Stable LatentMoE; ``modeling_kimi_linear.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch.nn import functional as F
+
+from k3vl.errors import ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from k3vl.kernels.gated_mlp import GatedMLPOp
+    from k3vl.kernels.situ import GatedActivation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MoEWeights:
+    """One layer's weights, in the model's dtype but for the router, and how it routes.
+
+    Attributes:
+        router: [E, D] and router_bias: [E], float32 whatever the model's dtype.
+        down: [L, D] and up: [D, L], to and from the latent; None where L is D.
+        w13: [E, 2 I, L], gate rows first, and w2: [E, L, I].
+        norm: [L], of the experts' sum; None for no norm.
+        shared_gate_up: [2 S, D] and shared_down: [D, S], the shared experts as one gated MLP.
+        activation: of all experts.
+        top_k: experts a token.
+        renormalise: make the weights of a token sum to one.
+        scale: multiplies the weights.
+        eps: of the norm.
+    """
+
+    router: torch.Tensor
+    router_bias: torch.Tensor
+    down: torch.Tensor | None
+    w13: torch.Tensor
+    w2: torch.Tensor
+    norm: torch.Tensor | None
+    up: torch.Tensor | None
+    shared_gate_up: torch.Tensor
+    shared_down: torch.Tensor
+    activation: GatedActivation
+    top_k: int
+    renormalise: bool
+    scale: float
+    eps: float
+
+
+class LatentMoEOp(Protocol):
+    """A whole MoE layer: [N, D] -> [N, D] in the dtype of ``x``.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+
+    def __call__(self, x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+        """[N, D] -> [N, D]."""
+
+
+class RouteOp(Protocol):
+    """See :func:`k3vl.kernels.moe.route`."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        top_k: int,
+        *,
+        renormalise: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts, [N, top_k] each."""
+
+
+class ExpertsOp(Protocol):
+    """See :func:`k3vl.kernels.moe.moe_experts`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        activation: GatedActivation,
+    ) -> torch.Tensor:
+        """[N, L]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedLatentMoE:
+    """The layer as a sequence of ops."""
+
+    route: RouteOp
+    moe_experts: ExpertsOp
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    gated_mlp: GatedMLPOp
+
+    def __call__(self, x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+        """See :class:`LatentMoEOp`."""
+        w = weights
+        check_shapes(x, w)
+        chosen, experts = self.route(
+            F.linear(x.float(), w.router),
+            w.router_bias,
+            w.top_k,
+            renormalise=w.renormalise,
+            scale=w.scale,
+        )
+        routed = x if w.down is None else F.linear(x, w.down)
+        routed = self.moe_experts(routed, chosen, experts, w.w13, w.w2, w.activation)
+        if w.norm is not None:
+            routed = self.rms_norm(routed, w.norm, w.eps)
+        if w.up is not None:
+            routed = F.linear(routed, w.up)
+        return routed + self.gated_mlp(x, w.shared_gate_up, w.shared_down, w.activation)
+
+
+def check_shapes(x: torch.Tensor, weights: MoEWeights) -> None:
+    """Refuse what does not belong together; for every implementation of the layer.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    w = weights
+    (experts, double, latent), width = w.w13.shape, x.shape[1]
+    shared = w.shared_down.shape[1]
+    agree = (
+        w.router.shape == (experts, width)
+        and w.router_bias.shape == (experts,)
+        and 0 < w.top_k <= experts
+        and w.w2.shape == (experts, latent, double // 2)
+        and (latent == width if w.down is None else w.down.shape == (latent, width))
+        and (latent == width if w.up is None else w.up.shape == (width, latent))
+        and (w.norm is None or w.norm.shape == (latent,))
+        and w.shared_gate_up.shape == (2 * shared, width)
+        and w.shared_down.shape == (width, shared)
+    )
+    if not agree:
+        raise ShapeError(
+            f"latent_moe: x {tuple(x.shape)}, router {tuple(w.router.shape)}, "
+            f"top_k {w.top_k}, w13 {tuple(w.w13.shape)}, w2 {tuple(w.w2.shape)}, "
+            f"shared {tuple(w.shared_gate_up.shape)} and {tuple(w.shared_down.shape)}"
+        )

@@ -1,0 +1,110 @@
+"""Which token goes to which expert, as lists that a grouped matrix product walks.
+
+(token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of
+128 pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full
+tile joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
+Nothing here waits for the device: lists have the length of the worst case, and a count says how
+much of them is valid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FULL, JOINED = 128, 32
+WIDTHS = (16, 32, 64, FULL, FULL + JOINED)
+"""Tile widths in pairs. Full tiles may be repeated, of the others an expert has at most one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tiles:
+    """The tiles of one width.
+
+    Attributes:
+        expert: [M] int32, expert of every tile; M bounds the worst case.
+        first: [M] int32, the tile's first place in ``ExpertPlan.order``.
+        end: [M] int32, where the expert's run ends there.
+        count: [] int32, how many tiles there are.
+    """
+
+    expert: torch.Tensor
+    first: torch.Tensor
+    end: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertPlan:
+    """Sorted pairs and their tiles.
+
+    Attributes:
+        order: [N k] int32, pairs (token * k + choice) in the order of their experts; stable.
+        tiles: by width; a width that cannot occur is missing.
+    """
+
+    order: torch.Tensor
+    tiles: dict[int, Tiles]
+
+
+def most_tiles(pairs: int, experts: int) -> dict[int, int]:
+    """How many tiles of a width there can be; widths without any are missing."""
+    bounds = {
+        16: min(experts, pairs),
+        32: min(experts, pairs // 17),
+        64: min(experts, pairs // 33),
+        FULL: pairs // FULL + min(experts, pairs // 65),
+        FULL + JOINED: min(experts, pairs // (FULL + 1)),
+    }
+    return {width: bound for width, bound in bounds.items() if bound}
+
+
+def tiles_of(counts: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
+    full, rest = counts // FULL, counts % FULL
+    joined = (full > 0) & (rest > 0) & (rest <= JOINED)
+    alone = ~joined
+    return {
+        16: (alone & (rest > 0) & (rest <= 16)).to(counts),
+        32: (alone & (rest > 16) & (rest <= 32)).to(counts),
+        64: ((rest > 32) & (rest <= 64)).to(counts),
+        FULL: full - joined.to(counts) + (rest > 64).to(counts),
+        FULL + JOINED: joined.to(counts),
+    }
+
+
+def plan_experts(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
+    """Sort pairs by expert and cut the runs into tiles.
+
+    Args:
+        experts: [N, k] integer indices.
+        num_experts: E.
+
+    Returns:
+        The plan, on the device of ``experts``; nothing waits for the device.
+    """
+    flat = experts.flatten()
+    order = torch.argsort(flat, stable=True)
+    every = torch.arange(num_experts + 1, device=flat.device)
+    offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
+    counts = offsets.diff()
+    bounds = most_tiles(flat.numel(), num_experts)
+    tiles = {}
+    for width, needed in tiles_of(counts).items():
+        if width not in bounds:
+            continue
+        ends = needed.cumsum(0)
+        at = torch.arange(bounds[width], device=flat.device)
+        expert = torch.searchsorted(ends, at, right=True).clamp_(max=num_experts - 1)
+        nth = at - (ends - needed)[expert]
+        full = counts[expert] // FULL
+        behind = {FULL: nth * FULL, FULL + JOINED: (full - 1) * FULL}.get(width, full * FULL)
+        first = offsets[expert] + behind
+        tiles[width] = Tiles(
+            expert=expert.int(),
+            first=first.int(),
+            end=offsets[expert + 1].int(),
+            count=ends[-1].int(),
+        )
+    return ExpertPlan(order=order.int(), tiles=tiles)

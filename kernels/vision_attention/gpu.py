@@ -1,0 +1,32 @@
+"""The tower's packed attention on a CUDA device: all items in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.flash import FlashShape, flash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+def vision_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    shape: FlashShape | None = None,
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
+    agree = q.ndim == 3 and q.shape == k.shape == v.shape and sum(lengths) == q.shape[0]
+    if not agree or any(length < 1 for length in lengths):
+        raise ShapeError(
+            f"vision_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
+            f"{len(lengths)} items of {sum(lengths)} patches"
+        )
+    scale = q.shape[-1] ** -0.5
+    return flash(q, k, v, scale, lengths=lengths, contexts=lengths, causal=False, shape=shape)

@@ -1,0 +1,15 @@
+"""The relay of tokens, beside a bare one, with an engine that costs nothing."""
+
+from __future__ import annotations
+
+import logging
+
+from benchmarks.sse_relay import benchmark
+
+
+def test_relaying_costs_little_beside_a_bare_relay() -> None:
+    """``--log-cli-level=info`` shows the figures; ``benchmarks/sse_relay.json`` has quiet ones."""
+    result = benchmark(16, 400, repeats=3)
+    logging.getLogger(__name__).info("%s", result)
+    assert result["tokens_per_second"] > 5_000, "15,000 on a machine that does nothing else"
+    assert result["ratio"] > 0.5, "0.8 on a machine that does nothing else"

@@ -1,0 +1,104 @@
+"""The expert kernels against float64; started by ``test_moe.py`` in its own process.
+
+Triton decides between compiler and interpreter when it is imported. Usage: moe_check.py DEVICE
+"""
+
+import sys
+import time
+
+import torch
+
+from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, moe_experts_mxfp4, prepare_experts
+from k3vl.kernels.moe.plan import plan_experts
+from k3vl.kernels.rms_norm import rms_norm
+from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
+
+DEVICE = torch.device(sys.argv[1])
+ON_GPU = DEVICE.type == "cuda"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat16 is not ours
+LIMIT = 8e-3 if ON_GPU else 5e-5  # the reference has its activation in float32, too
+SITU = SituGLU(beta=4.0, linear_beta=25.0)
+
+
+def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randint(116, 124, shape, dtype=torch.uint8, device=DEVICE)
+
+    return prepare_experts(
+        codes(experts, 2 * inner, latent // 2),
+        scales(experts, 2 * inner, latent // 32),
+        codes(experts, latent, inner // 2),
+        scales(experts, latent, inner // 32),
+    )
+
+
+def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(tokens, experts, device=DEVICE)
+    if hot:
+        logits[:, 0] += 20  # one expert has every token, others have none
+    bias = torch.randn(experts, device=DEVICE) * 0.1
+    got = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0)
+    want = route(logits, bias, top_k, renormalise=True, scale=2.0)
+    assert torch.equal(got[1].sort(1).values, want[1].sort(1).values), "route: other experts"
+    by_expert = [w.gather(1, e.argsort(1)) for w, e in (got, want)]
+    torch.testing.assert_close(*by_expert, rtol=1e-5, atol=1e-6)
+    return got
+
+
+def check_plan(experts: torch.Tensor, count: int) -> None:
+    got, want = plan_gpu(experts, count), plan_experts(experts, count)
+    assert torch.equal(got.order, want.order), "plan: order"
+    assert set(got.tiles) == set(want.tiles)
+    for width, tiles in want.tiles.items():
+        n, own = int(tiles.count), got.tiles[width]
+        assert int(own.count) == n, f"plan: {width} count"
+        for name in ("expert", "first", "end"):
+            a, b = getattr(own, name)[:n], getattr(tiles, name)[:n]
+            assert torch.equal(a, b), f"plan: {width} {name}"
+
+
+def close(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.isfinite().all(), f"{what}: not finite"
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    assert error < LIMIT, f"{what}: {error:.2e}"
+
+
+def check_experts(
+    tokens: int, shape: tuple[int, int, int], top_k: int, hot: bool, activation: GatedActivation
+) -> None:
+    experts, latent, inner = shape
+    what = f"N {tokens}, E, L, I {shape}, k {top_k}, hot {hot}"
+    # Tokens lie between rows of NaN; a kernel that reads past its own shows it.
+    room = torch.full((tokens + 2, latent), float("nan"), device=DEVICE, dtype=DTYPE)
+    room[1:-1] = torch.randn(tokens, latent, device=DEVICE).to(DTYPE) * 0.1
+    x = room[1:-1]
+    weights, chosen = routing(tokens, experts, top_k, hot)
+    check_plan(chosen, experts)
+    packed = stored(experts, latent, inner)
+    norm = torch.rand(latent, device=DEVICE).to(DTYPE)
+    got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm=norm, eps=1e-5)
+    want = moe_experts_mxfp4(x.double(), weights, chosen, packed, activation)
+    close(f"mxfp4 {what}", got, rms_norm(want, norm.double(), 1e-5))
+    w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
+    w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
+    got = moe_experts_gpu(x, weights, chosen, w13, w2, activation)
+    want = moe_experts(x.double(), weights, chosen, w13.double(), w2.double(), activation)
+    close(f"dense {what}", got, want)
+
+
+seed = time.time_ns() % 2**32
+sys.stdout.write(f"seed {seed}\n")
+torch.manual_seed(seed)
+check_experts(1, (7, 96, 64), 3, False, SITU)
+check_experts(5, (5, 32, 96), 2, False, SiluGLU())
+check_experts(40, (3, 64, 32), 2, True, SITU)
+check_experts(150, (2, 64, 32), 1, True, SITU)  # a full tile and its rest in one
+check_experts(300, (4, 32, 32), 1, False, SITU)
+if ON_GPU:
+    for tokens in (1, 17, 129, 1000, 5000):
+        check_experts(tokens, (40, 3584, 3072), 16, False, SITU)

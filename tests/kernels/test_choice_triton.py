@@ -1,0 +1,32 @@
+"""CUDA devices get the Triton kernels where their blocks have the memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from k3vl.kernels.choice import SHARED_MEMORY, choose
+from k3vl.kernels.vision import REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"), [(SHARED_MEMORY, "triton"), (SHARED_MEMORY - 1, "reference")]
+)
+def test_the_choice_on_cuda_follows_the_memory_of_a_block(
+    memory: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    properties = SimpleNamespace(shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kernels = choose(torch.device("cuda"), torch.bfloat16)
+    assert kernels.name == name
+    assert (kernels.vision is REFERENCE) == (name == "reference")
+    if name == "triton":
+        for op in (kernels.kda_decode, kernels.kda_prefill, kernels.attn_residual):
+            assert op.__module__.endswith(".gpu")
+
+
+def test_a_cpu_has_the_reference_tower() -> None:
+    assert choose(torch.device("cpu"), torch.float32).vision is REFERENCE

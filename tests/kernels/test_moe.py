@@ -1,0 +1,121 @@
+"""Routed experts: the plan, the stored form of 4-bit weights, and the Triton kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from k3vl.errors import ShapeError, WeightError
+from k3vl.kernels.moe import moe_experts
+from k3vl.kernels.moe.mxfp4 import (
+    by_class,
+    moe_experts_mxfp4,
+    pack_words,
+    prepare_experts,
+    unpack_words,
+)
+from k3vl.kernels.moe.plan import most_tiles, plan_experts
+from k3vl.kernels.mxfp4 import dequantize_mxfp4
+from k3vl.kernels.situ import SituGLU
+
+CHECK = Path(__file__).with_name("moe_check.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.integers(0, 2**31))
+def test_tiles_cover_every_pair_once(counts: list[int], seed: int) -> None:
+    chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)])
+    generator = torch.Generator().manual_seed(seed)
+    chosen = chosen[torch.randperm(len(chosen), generator=generator)].view(-1, 1)
+    plan = plan_experts(chosen, len(counts))
+    assert plan.order.sort().values.tolist() == list(range(len(chosen)))
+    bounds = most_tiles(len(chosen), len(counts))
+    seen = []
+    for width, tiles in plan.tiles.items():
+        assert int(tiles.count) <= bounds[width] == len(tiles.expert)
+        for i in range(int(tiles.count)):
+            first, end = int(tiles.first[i]), int(tiles.end[i])
+            rows = plan.order[first : min(first + width, end)]
+            assert (chosen[rows.long(), 0] == tiles.expert[i]).all()
+            seen += rows.tolist()
+    assert sorted(seen) == list(range(len(chosen)))
+
+
+def test_stored_words_hold_the_same_codes() -> None:
+    packed = torch.randint(0, 256, (3, 5, 48), dtype=torch.uint8)
+    stored = pack_words(packed)
+    assert stored.shape == (3, 5, 12)
+    assert stored.dtype == torch.int32
+    assert torch.equal(unpack_words(stored), packed)
+
+
+def test_one_shift_and_mask_bring_a_code_to_its_place_in_bfloat16() -> None:
+    packed = torch.randint(0, 256, (1, 16), dtype=torch.uint8)
+    want = dequantize_mxfp4(packed, torch.full((1, 1), 127, dtype=torch.uint8), dtype=torch.float32)
+    stored = pack_words(packed)[0]
+    for word, n in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)):
+        bits = (stored[word : word + 1] << 3 * n) & (0x81C081C0 - (1 << 32))
+        low, high = bits.view(torch.int16).view(torch.bfloat16).float() * 2.0**126
+        column = 4 * word + n
+        assert (low, high) == (want[0, column], want[0, 8 + column])
+
+
+def test_experts_in_four_bits_are_the_decoded_experts() -> None:
+    experts, latent, inner = 3, 64, 32
+    w13 = torch.randint(0, 256, (experts, 2 * inner, latent // 2), dtype=torch.uint8)
+    w2 = torch.randint(0, 256, (experts, latent, inner // 2), dtype=torch.uint8)
+    s13 = torch.randint(118, 124, (experts, 2 * inner, latent // 32), dtype=torch.uint8)
+    s2 = torch.randint(118, 124, (experts, latent, inner // 32), dtype=torch.uint8)
+    x, weights = torch.randn(6, latent), torch.rand(6, 2)
+    chosen = torch.randint(0, experts, (6, 2))
+    activation = SituGLU(beta=4.0, linear_beta=25.0)
+    got = moe_experts_mxfp4(x, weights, chosen, prepare_experts(w13, s13, w2, s2), activation)
+    decoded = [dequantize_mxfp4(*p, dtype=torch.float32) for p in ((w13, s13), (w2, s2))]
+    torch.testing.assert_close(got, moe_experts(x, weights, chosen, *decoded, activation))
+
+
+def test_columns_by_class() -> None:
+    assert by_class(16).tolist() == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+
+
+def test_a_scale_out_of_range_is_refused() -> None:
+    w = torch.zeros(1, 64, 16, dtype=torch.uint8), torch.zeros(1, 32, 16, dtype=torch.uint8)
+    s = torch.zeros(1, 64, 1, dtype=torch.uint8), torch.zeros(1, 32, 1, dtype=torch.uint8)
+    prepare_experts(w[0], s[0], w[1], s[1])
+    s[1][0, 7, 0] = 129
+    with pytest.raises(WeightError, match="w2 has a scale byte of 129"):
+        prepare_experts(w[0], s[0], w[1], s[1])
+    with pytest.raises(ShapeError, match="prepare_experts"):
+        prepare_experts(w[0], s[1], w[1], s[1])
+
+
+def run(device: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    if device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, str(CHECK), device],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_kernels_are_their_references_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run("cpu")
+
+
+@pytest.mark.gpu
+def test_kernels_are_their_references_on_the_device() -> None:
+    run("cuda")

@@ -1,0 +1,397 @@
+"""Triton kernels against float64, one op a run; started by ``test_triton.py`` in its own process.
+
+Triton decides between compiler and interpreter when it is imported. The interpreter multiplies
+16-bit floats wrongly, so there everything is float32; on a device both widths are checked. Every
+run draws new inputs from a printed seed. Usage: triton_check.py OP DEVICE
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from k3vl.kernels.attn_residual.gpu import attn_residual
+from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.kda import KDAWeights
+from k3vl.kernels.kda.gpu import (
+    CHUNK,
+    PrefillShape,
+    Snapshots,
+    kda_decode,
+    kda_prefill,
+)
+from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
+from k3vl.kernels.mla.gpu import (
+    DecodeShape,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_latent,
+    mla_prefill_packed,
+)
+from k3vl.kernels.mla.reference import (
+    mla_decode_reference,
+    mla_prefill_latent_reference,
+    mla_prefill_reference,
+)
+from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
+from k3vl.kernels.pixels.gpu import normalise_pixels
+from k3vl.kernels.vision_attention.gpu import vision_attention
+from k3vl.kernels.vision_attention.reference import vision_attention_reference
+from k3vl.kernels.vision_pos import rotary_table
+from k3vl.kernels.vision_pos.gpu import rotate
+from k3vl.kernels.vision_pos.reference import rotate_reference
+
+DEVICE = torch.device(sys.argv[2])
+ON_GPU = DEVICE.type == "cuda"
+DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
+ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
+EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
+
+
+def bound(dtype: torch.dtype) -> float:
+    return EXACT if dtype == torch.float32 else HALF
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def close(what: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    assert got.isfinite().all(), f"{what}: not finite"
+    error = float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+    assert error < limit, f"{what}: {error:.2e} against {limit:.0e}"
+
+
+def poison() -> None:
+    """Fresh memory of the library is NaN, so that what nobody writes shows up."""
+    empty = torch.empty
+
+    def poisoned(*size: int, **kwargs: object) -> torch.Tensor:
+        out = empty(*size, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    torch.empty = poisoned
+
+
+def untouched_zeros(*shape: int) -> torch.Tensor:
+    """Memory that costs nothing until it is written, where the system can."""
+    return torch.zeros(shape, device=DEVICE) if ON_GPU else torch.from_numpy(np.zeros(shape, "f4"))
+
+
+def kda_weights(heads: int, key: int, dtype: torch.dtype = torch.float32) -> KDAWeights:
+    return KDAWeights(
+        conv=normal(3 * heads * key, 4, dtype=dtype) / 2,
+        a_log=normal(heads, dtype=dtype) / 3,
+        dt_bias=normal(heads * key, dtype=dtype),
+        o_norm=torch.rand(key, device=DEVICE).to(dtype) + 0.5,
+        eps=1e-5,
+        lower_bound=-5.0,
+    )
+
+
+def wide(weights: KDAWeights, lower_bound: float | None) -> KDAWeights:
+    tensors = (weights.conv, weights.a_log, weights.dt_bias, weights.o_norm)
+    conv, a_log, dt_bias, o_norm = (x.double() for x in tensors)
+    return KDAWeights(
+        conv=conv,
+        a_log=a_log,
+        dt_bias=dt_bias,
+        o_norm=o_norm,
+        eps=weights.eps,
+        lower_bound=lower_bound,
+    )
+
+
+def kda_inputs(rows: int, heads: int, key: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """qkv, gate, decay, write as columns of one projection, with strangers between them."""
+    widths = (3 * heads * key, 7, heads * key, heads * key, heads)
+    qkv, _, gate, decay, write = normal(rows, sum(widths), dtype=dtype).split(widths, -1)
+    return qkv, gate, decay, write
+
+
+def pool(cells: int, key: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows and states in one strided buffer each, as the engine keeps them."""
+    windows = normal(cells, 9 * key + 16, dtype=dtype)[:, : 9 * key].view(cells, 3, 3, key)
+    states = normal(cells, key * key + 16)[:, : key * key].view(cells, key, key)
+    return windows, states
+
+
+def check_kda_decode() -> Iterator[str]:
+    for dtype in DTYPES:
+        for batch, heads, key in ((1, 1, 16), (3, 4, 64), (2, 2, 128)):
+            for lower_bound in (-5.0, None):
+                weights = wide(kda_weights(heads, key), lower_bound)
+                narrow = kda_weights_like(weights)
+                args = kda_inputs(batch, heads, key, dtype)
+                windows, states = pool(batch * heads + 3, key, dtype)
+                order = torch.randperm(batch * heads + 3, device=DEVICE)
+                cells = order[: batch * heads].view(batch, heads)
+                want_windows, want_states = windows.double(), states.double()
+                doubles = [x.double() for x in args]
+                want = kda_decode_reference(*doubles, weights, want_windows, want_states, cells)
+                got = kda_decode(*args, narrow, windows, states, cells)
+                close(f"decode {dtype} H{heads} K{key}", got, want, bound(dtype))
+                close("states", states, want_states, EXACT)
+                assert torch.equal(windows.double(), want_windows)
+                yield f"{dtype} B{batch} H{heads} K{key} bound {lower_bound}"
+
+
+def kda_weights_like(weights: KDAWeights) -> KDAWeights:
+    """The same in float32; ``weights`` is exactly representable after this round trip."""
+    return KDAWeights(
+        conv=weights.conv.float(),
+        a_log=weights.a_log.float(),
+        dt_bias=weights.dt_bias.float(),
+        o_norm=weights.o_norm.float(),
+        eps=weights.eps,
+        lower_bound=weights.lower_bound,
+    )
+
+
+def check_kda_decode_padding() -> Iterator[str]:
+    weights = kda_weights(2, 16)
+    args = kda_inputs(3, 2, 16, torch.float32)
+    for x in args:
+        x[1] = float("nan")
+    windows, states = pool(7, 16, torch.float32)
+    cells = torch.tensor([[0, 1], [-1, -1], [5, 3]], device=DEVICE)
+    untouched = [2, 4, 6]
+    before = states.clone(), windows.clone()
+    out = kda_decode(*args, weights, windows, states, cells)
+    assert not out[1].any()
+    assert out[[0, 2]].isfinite().all()
+    assert torch.equal(states[untouched], before[0][untouched])
+    assert torch.equal(windows[untouched], before[1][untouched])
+    assert not torch.equal(states[5], before[0][5])
+    yield "padding rows answer zero and touch no cell"
+
+
+def check_kda_decode_large_slots() -> Iterator[str]:
+    """A cell whose state lies behind 2^31 elements; the memory between is never touched."""
+    key, far = 16, 2**31 // 256 + 7
+    states = untouched_zeros(far + 1, key, key)
+    weights = kda_weights(1, key)
+    args = kda_inputs(2, 1, key, torch.float32)
+    windows = untouched_zeros(far + 1, 3, 3, key)
+    cells = torch.tensor([[far], [3]], device=DEVICE)
+    small = normal(2, key, key)
+    states[far], states[3] = small[0], small[1]
+    want_states, want_windows = small.double(), torch.zeros(2, 3, 3, key, device=DEVICE).double()
+    doubles = [x.double() for x in args]
+    order = torch.tensor([[0], [1]], device=DEVICE)
+    weights_wide = wide(weights, -5.0)
+    want = kda_decode_reference(*doubles, weights_wide, want_windows, want_states, order)
+    close("far cell", kda_decode(*args, weights, windows, states, cells), want, EXACT)
+    close("far state", states[far], want_states[0], EXACT)
+    yield f"cell {far}"
+
+
+def run_prefill(
+    lengths: list[int], heads: int, key: int, dtype: torch.dtype, decay: float | None = None
+) -> None:
+    weights = kda_weights(heads, key)
+    pads = [int(x) for x in torch.randint(0, 3, (len(lengths),))]
+    pads[-1] = 70  # a whole chunk of padding
+    starts = torch.tensor([0, *(n + p for n, p in zip(lengths, pads, strict=True))]).cumsum(0)
+    cu_seqlens = starts.to(DEVICE)
+    ends = (starts[:-1] + torch.tensor(lengths)).to(DEVICE)
+    args = kda_inputs(int(starts[-1]), heads, key, dtype)
+    if decay is not None:
+        args[2].fill_(decay)
+    for begin, end in zip(ends.tolist(), starts[1:].tolist(), strict=True):
+        for x in args:
+            x[begin:end] = float("nan")
+    windows, states = pool(len(lengths) * heads + 3, key, dtype)
+    order = torch.randperm(len(lengths) * heads + 3, device=DEVICE)
+    cells = order[: len(lengths) * heads].view(-1, heads)
+    want_windows, want_states = windows.double(), states.double()
+    clean = [x.double().nan_to_num() for x in args]
+    reference = (wide(weights, -5.0), want_windows, want_states, cells, cu_seqlens, ends)
+    want = kda_prefill_reference(*clean, *reference)
+    shapes: list[PrefillShape | None] = [None]
+    if ON_GPU and dtype != torch.float32:
+        shapes += [PrefillShape(key // 2, 4, 4, 168), PrefillShape(key, 8, 3, None)]
+    elif not ON_GPU and key == 32:
+        shapes += [PrefillShape(16, 4, 1, None)]
+    for shape in shapes:
+        own_windows, own_states = windows.clone(), states.clone()
+        batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
+        got = kda_prefill(*args, *batch, shape=shape)
+        what = f"prefill {dtype} K{key} {lengths} decay {decay} {shape}"
+        close(what, got, want, 1.2e-2 if dtype != torch.float32 else EXACT)
+        close(f"{what}, states", own_states, want_states, bound(dtype))
+        assert torch.equal(own_windows.double(), want_windows), what
+
+
+def check_kda_prefill() -> Iterator[str]:
+    if not ON_GPU:
+        run_prefill([1, 2, 3, 15, 16, 17], 1, 16, torch.float32)
+        run_prefill([63, 64, 65], 1, 16, torch.float32)
+        run_prefill([129], 1, 32, torch.float32)
+        yield "short and odd lengths"
+        for decay in (30.0, -30.0):  # log-decay at -5, and at 0
+            run_prefill([128, 20], 1, 16, torch.float32, decay)
+        yield "decay -5 and 0"
+        return
+    for dtype, heads, key in (
+        (torch.bfloat16, 3, 128),
+        (torch.bfloat16, 4, 64),
+        (DTYPES[0], 4, 64),
+    ):
+        run_prefill(list(ODD), heads, key, dtype)
+        for decay in (30.0, -30.0, 0.0):
+            run_prefill([1000, 64, 7], heads, key, dtype, decay)
+        yield f"{dtype} K{key}, every length, long sequences, three decays"
+
+
+def check_kda_snapshots() -> Iterator[str]:
+    """States on the way are what a sequence of that length leaves behind."""
+    dtype = DTYPES[-1]
+    heads, key, length = 1, 16 if not ON_GPU else 128, 140
+    weights = kda_weights(heads, key)
+    args = kda_inputs(length + 5, heads, key, dtype)
+    windows, states = pool(6, key, dtype)
+    cells = torch.tensor([[1], [4]], device=DEVICE)
+    cu_seqlens = torch.tensor([0, 5, length + 5], device=DEVICE)
+    depths = torch.tensor([[0, 0], [2 * CHUNK, CHUNK]], device=DEVICE)
+    where = torch.tensor([[[0], [0]], [[2], [5]]], device=DEVICE)
+    own = windows.clone(), states.clone()
+    snapshots = Snapshots(depths, where)
+    batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
+    kda_prefill(*args, *batch, snapshots=snapshots)
+    for depth, cell in ((2 * CHUNK, 2), (CHUNK, 5)):
+        part = [x[5 : 5 + depth] for x in args]
+        alone = windows.clone(), states.clone()
+        span = torch.tensor([0, depth], device=DEVICE)
+        kda_prefill(*part, weights, *alone, cells[1:], span, span[1:])
+        assert torch.equal(own[1][cell], alone[1][4]), depth
+        assert torch.equal(own[0][cell], alone[0][4]), depth
+    assert torch.equal(own[1][0], states[0])
+    yield f"depths {CHUNK} and {2 * CHUNK}"
+
+
+def check_mla_decode() -> Iterator[str]:
+    for dtype in DTYPES:
+        for heads, latent, shared in ((4, 128, 16), (96, 512, 64))[: 2 if ON_GPU else 1]:
+            lengths = torch.tensor([1, 33, 90, 65], device=DEVICE)
+            latents = normal(500, latent + shared, dtype=dtype)
+            rows = torch.randperm(499, device=DEVICE)[: 4 * 90].view(4, 90)
+            latents[499] = float("nan")
+            for b, length in enumerate(lengths.tolist()):
+                rows[b, length:] = 499
+            q = normal(4, heads, latent + shared, dtype=dtype)
+            want = mla_decode_reference(q.double(), latents.double(), rows, lengths, latent, 0.1)
+            half = dtype != torch.float32
+            block = 16 if heads < 64 or not half else 64
+            shapes = [None, *(DecodeShape(block, 16, 4, 1, splits) for splits in (1, 4, 7))]
+            for shape in shapes:
+                got = mla_decode(q, latents, rows, lengths, latent, 0.1, shape=shape)
+                close(f"mla_decode {dtype} {shape}", got, want, bound(dtype))
+            yield f"{dtype} H{heads} R{latent}, NaN in unused rows"
+
+
+def check_mla_prefill() -> Iterator[str]:
+    sizes = ((1, 1), (2, 3), (15, 16), (17, 129), (65, 65))
+    for dtype in DTYPES:
+        for queries, keys in (*sizes, *((3, 70), (127, 128), (300, 300), (129, 1000)) * ON_GPU):
+            nope, shared, value = (128, 64, 128) if ON_GPU else (32, 16, 32)
+            q, k = (
+                normal(queries, 2, nope + shared, dtype=dtype),
+                normal(keys, 2, nope, dtype=dtype),
+            )
+            tail, v = normal(keys, shared, dtype=dtype), normal(keys, 2, value, dtype=dtype)
+            joined = torch.cat([k, tail.unsqueeze(1).expand(-1, 2, -1)], -1)
+            want = mla_prefill_reference(q.double(), joined.double(), v.double(), 0.1)
+            close(f"expanded {queries}/{keys}", mla_prefill(q, joined, v, 0.1), want, bound(dtype))
+            span = {"lengths": (queries,), "contexts": (keys,)}
+            got = mla_prefill_packed(q, k, v, 0.1, shared=tail, **span)
+            close(f"shared part {queries}/{keys}", got, want, bound(dtype))
+            q, context = normal(queries, 2, 48, dtype=dtype), normal(keys, 48, dtype=dtype)
+            want = mla_prefill_latent_reference(q.double(), context.double(), 32, 0.1)
+            got = mla_prefill_latent(q, context, 32, 0.1)
+            close(f"latent {queries}/{keys}", got, want, bound(dtype))
+        if dtype == torch.bfloat16:  # the width of K3's latents
+            q, context = normal(70, 3, 576, dtype=dtype), normal(200, 576, dtype=dtype)
+            want = mla_prefill_latent_reference(q.double(), context.double(), 512, 0.05)
+            got = mla_prefill_latent(q, context, 512, 0.05)
+            close("latent, 512 + 64", got, want, bound(dtype))
+        yield f"{dtype} one sequence"
+        lengths, contexts = (3, 1, 64), (3, 70, 65)
+        q, k, v = (
+            normal(68, 2, 32, dtype=dtype),
+            normal(138, 2, 32, dtype=dtype),
+            normal(138, 2, 32, dtype=dtype),
+        )
+        got = mla_prefill_packed(q, k, v, 0.2, lengths=lengths, contexts=contexts)
+        parts = zip(q.split(lengths), k.split(contexts), v.split(contexts), strict=True)
+        want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.2) for p in parts])
+        close("packed", got, want, bound(dtype))
+        yield f"{dtype} packed"
+
+
+def check_attn_residual() -> Iterator[str]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for depth, tokens, width in (
+            (1, 1, 7),
+            (2, 3, 64),
+            (9, 2, 200),
+            *((9, 70, 7168),) * ON_GPU,
+        ):
+            rows = normal(depth, tokens, width + 8, dtype=dtype)[..., :width]
+            query, norm = normal(width) / 4, torch.rand(width, device=DEVICE) + 0.5
+            want = attn_residual_reference(rows.double(), query.double(), norm.double(), 1e-5)
+            got = attn_residual(rows, query, norm, 1e-5)
+            close(f"{dtype} R{depth} D{width}", got, want, bound(dtype))
+        yield f"{dtype}"
+
+
+def check_vision() -> Iterator[str]:
+    for dtype in DTYPES:
+        for heads, key in ((2, 32), *((12, 128), (4, 64)) * ON_GPU):
+            lengths = [1, 3, 16, 17, 64, 129, *((1000, 5476) * ON_GPU)]
+            q, k, v = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
+            want = vision_attention_reference(q.double(), k.double(), v.double(), lengths)
+            got = vision_attention(q, k, v, lengths)
+            close(f"attention {dtype} K{key}", got, want, bound(dtype))
+        x = normal(12, 5, 48, dtype=dtype)[:, :3, 16:32]
+        table = rotary_table(3, 4, 16)
+        want = rotate_reference(x.cpu(), 3, 4)
+        close("rotary", rotate(x, table.to(DEVICE)).cpu(), want, bound(dtype))
+        yield f"{dtype}"
+
+
+def check_pixels() -> Iterator[str]:
+    pixels = torch.randint(0, 256, (37, 3, 14, 14), dtype=torch.uint8, device=DEVICE)
+    mean, deviation = torch.rand(3, device=DEVICE), torch.rand(3, device=DEVICE) + 0.1
+    want = normalise_on_cpu(pixels.cpu(), mean.cpu(), deviation.cpu(), torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        got = normalise_pixels(pixels, mean, deviation, dtype)
+        close(f"{dtype}", got.cpu(), want, bound(dtype))
+        yield f"{dtype}"
+
+
+CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
+    "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
+    "kda_prefill": (check_kda_prefill, check_kda_snapshots),
+    "mla_decode": (check_mla_decode,),
+    "mla_prefill": (check_mla_prefill,),
+    "attn_residual": (check_attn_residual,),
+    "vision": (check_vision, check_pixels),
+}
+
+
+def main() -> None:
+    seed = time.time_ns() % 2**32
+    sys.stdout.write(f"seed {seed}\n")
+    torch.manual_seed(seed)
+    poison()
+    for check in CHECKS[sys.argv[1]]:
+        for line in check():
+            sys.stdout.write(f"{check.__name__} {line}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
