@@ -93,7 +93,7 @@ def confidence_of(by_split):
     threshold = threshold_keeping(every, KEPT)
     return {
         "threshold": threshold,
-        "chosen": f"keeps {KEPT:.0%} of the right answers",
+        "chosen": f"keeps {100 * KEPT:.0f} % of the right answers",
         "all": {"separation": separation(every), **asdict(keep(every, threshold))},
         "splits": {
             split: {"separation": separation(own), **asdict(keep(own, threshold))}

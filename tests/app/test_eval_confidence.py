@@ -31,4 +31,4 @@ def test_separation_is_one_for_perfect_order_and_half_for_none():
     assert separation(judged((0.1, True), (0.9, False))) == 0.0
     assert separation(judged((0.5, True), (0.5, False), (0.5, True))) == 0.5
     assert separation(ANSWERS) == pytest.approx(8 / 9)
-    assert separation(judged((0.5, True))) == 0.5
+    assert separation(judged((0.5, True))) is None
