@@ -55,7 +55,7 @@ def threshold_keeping(answers: Sequence[Judged], share: float) -> float:
     right = np.array([a.confidence for a in answers if a.right])
     if not len(right):
         return 0.0
-    return float(np.floor(np.quantile(right, 1 - share) * 100) / 100)
+    return float(np.floor(np.quantile(right, 1 - share, method="lower") * 100) / 100)
 
 
 def separation(answers: Sequence[Judged]) -> float | None:

@@ -44,10 +44,10 @@ _ACCURACY = """
 ## Accuracy
 
 {questions} questions about scenes that it has never seen, of known drawings where the row names no
-other, as files through the whole pipeline; greedy answers, compared as a whole; {finished} ended by
-themselves. Beside them: the same questions over a grey picture, and histograms of oriented gradients
-with linear discriminants, which are given each drawing cut out and have learned the known ones.
-`openmoji` and `emojione-v1` are drawing styles that training never saw; `photos` are cut-out
+other, as files through the whole pipeline; greedy answers, compared as a whole; {finished} ended
+by themselves. Beside them: the same questions over a grey picture, and histograms of oriented
+gradients with linear discriminants, which are given each drawing cut out and have learned the known
+ones. `openmoji` and `emojione-v1` are drawing styles that training never saw; `photos` are cut-out
 photographs.
 
 | questions | n | right | 95 % interval | grey picture | HOG+LDA |
