@@ -55,19 +55,19 @@ def threshold_keeping(answers: Sequence[Judged], share: float) -> float:
     right = np.array([a.confidence for a in answers if a.right])
     if not len(right):
         return 0.0
-    return float(np.floor(np.quantile(right, 1 - share) * 100) / 100)
+    return float(np.floor(np.quantile(right, 1 - share, method="lower") * 100) / 100)
 
 
-def separation(answers: Sequence[Judged]) -> float:
+def separation(answers: Sequence[Judged]) -> float | None:
     """Area under the ROC curve: how often a right answer is surer than a wrong one.
 
-    0.5 where the confidence says nothing, and where all answers are right, or wrong.
+    0.5 where the confidence says nothing; None where all answers are right, or wrong.
     """
     order = sorted(answers, key=lambda a: a.confidence)
     right = sum(a.right for a in order)
     wrong = len(order) - right
     if not right or not wrong:
-        return 0.5
+        return None
     ranks = _ranks(np.array([a.confidence for a in order]))
     summed = float(ranks[[a.right for a in order]].sum())
     return (summed - right * (right + 1) / 2) / (right * wrong)

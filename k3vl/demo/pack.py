@@ -28,6 +28,9 @@ CHECKPOINT = Path(__file__).with_name("checkpoint")
 """The shipped checkpoint."""
 
 PREFIXES = ("language_model.", "vision_tower.", "mm_projector.")
+MIN_CONFIDENCE = 0.89
+"""Measured by ``benchmarks/demo_accuracy.py``; see :attr:`k3vl.pipeline.Reply.confidence`."""
+
 _COPIED = ("tokenizer.json", "NOTICE", "README.md")
 _GROUP = 256
 # Below this many values a tensor is not quantised: norms, router, write strength.
@@ -104,6 +107,7 @@ def json_files() -> dict[str, dict[str, Any]]:
             "do_sample": False,
             "max_new_tokens": 128,
             "chat_template_kwargs": {"thinking": False},
+            "min_confidence": MIN_CONFIDENCE,
         },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",

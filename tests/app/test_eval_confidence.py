@@ -31,4 +31,10 @@ def test_separation_is_one_for_perfect_order_and_half_for_none():
     assert separation(judged((0.1, True), (0.9, False))) == 0.0
     assert separation(judged((0.5, True), (0.5, False), (0.5, True))) == 0.5
     assert separation(ANSWERS) == pytest.approx(8 / 9)
-    assert separation(judged((0.5, True))) == 0.5
+    assert separation(judged((0.5, True))) is None
+
+
+def test_no_rounding_takes_more_than_the_share():
+    right = judged(*((confidence, True) for confidence in (0.301, 0.9003, 0.9, 0.95, 0.99)))
+    for share in (0.5, 0.7, 0.8, 0.97):
+        assert keep(right, threshold_keeping(right, share)).right_kept >= share
