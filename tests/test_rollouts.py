@@ -20,8 +20,6 @@ from tests.fakes import FakeBackend
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
-BOUND = 1e-4
-"""Between prefilled and decoded log-probabilities of the demo model; 6e-6 was measured."""
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def test_groups_come_in_order_and_can_be_scored(pipeline) -> None:
             prefilled = score(pipeline.backend, prompt, made.token_ids)
             off = torch.tensor(prefilled) - torch.tensor(made.logprobs)
             worst = max(worst, float(off.abs().max()))
-    assert 0 < worst < BOUND
+    assert worst == 0, "the compiled kernels' rows are independent: prefill gives decode's bits"
     assert len({made.token_ids for made in groups[0]}) == 3
     again = list(rollouts(pipeline.backend, reversed(asked), SAMPLING, group=3, in_flight=1))
     assert [[m.token_ids for m in g] for g in reversed(again)] == [
