@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
 from k3vl.generation import Answer, Generation, Inbox, confidence_of
-from k3vl.lm.backend import HoldsFeatures, ReportsStats
+from k3vl.lm.backend import HoldsFeatures, ReportsStats, TakesWeights
 from k3vl.prompt import PromptWriter
 from k3vl.types import (
     ChatOptions,
@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     )
 
     from k3vl.constrain import Constraint
-    from k3vl.lm.backend import Backend, Token
-    from k3vl.lm.local import InFlight
+    from k3vl.lm.backend import Backend, InFlight, Token
     from k3vl.lm.stats import EngineStats
     from k3vl.load import WeightLoader
     from k3vl.types import Event, FinishReason, MediaLayout, ProcessedMedia, Prompt, ToolCall, Usage
@@ -225,10 +224,9 @@ class Pipeline:
             CapacityError: there is no memory for both.
             BackendError: the engine is dead, or not an embedded one.
         """
-        update = getattr(self.backend, "update", None)
-        if update is None or self._weights is None:
+        if not isinstance(self.backend, TakesWeights) or self._weights is None:
             raise BackendError("only an embedded engine takes other weights")
-        update(*self._weights.load_beside(Path(directory)), in_flight=in_flight)
+        self.backend.update(*self._weights.load_beside(Path(directory)), in_flight=in_flight)
 
     # ------------------------------------------------------------------ asking
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from k3vl.errors import BackendError, K3VLError, RequestError
+from k3vl.lm.backend import Scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from k3vl.lm.backend import Backend, Token
-    from k3vl.lm.local import ScoreMethod
+    from k3vl.lm.backend import Backend, ScoreMethod, Token
     from k3vl.types import Prompt, SamplingParams
 
     Tokens = queue.SimpleQueue[Token | K3VLError]
@@ -109,11 +109,10 @@ def score(
         CapacityError: it can never fit into the cache.
         BackendError: the engine is dead, or cannot score.
     """
-    ask = getattr(backend, "score", None)
-    if ask is None:
+    if not isinstance(backend, Scores):
         raise BackendError("only an embedded engine scores answers")
     tokens: Tokens = queue.SimpleQueue()
-    ask(prompt, token_ids, tokens.put, method=method)
+    backend.score(prompt, token_ids, tokens.put, method=method)
     return _collect(tokens).logprobs
 
 

@@ -7,7 +7,7 @@ chat formats. ``lm/local.py`` is the embedded engine; tests fill the seam with a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,8 +15,15 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.errors import K3VLError
+    from k3vl.lm.model import K3Model
     from k3vl.lm.stats import EngineStats
     from k3vl.types import EncoderItem, Prompt, SamplingParams, TokenLogprob
+
+
+InFlight: TypeAlias = Literal["finish", "cancel"]
+"""What becomes of running requests when the weights change."""
+ScoreMethod: TypeAlias = Literal["prefill", "decode"]
+"""How a given answer is scored; see :meth:`k3vl.lm.local.LocalBackend.score`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +96,26 @@ class HoldsFeatures(Protocol):
 
     def holds_features(self, digest: str) -> bool:
         """Whether a media item would not have to be encoded now; safe on any thread."""
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """What a backend may also do: tell how likely a given answer is."""
+
+    def score(
+        self,
+        prompt: Prompt,
+        token_ids: Sequence[int],
+        sink: Callable[[Token | K3VLError], None],
+        *,
+        method: ScoreMethod = "prefill",
+    ) -> int:
+        """Deliver every token with its log-probability; returns the request's number."""
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """What a backend may also do: go on with other weights without a restart."""
+
+    def update(self, model: K3Model, encoder: Encoder, *, in_flight: InFlight = "finish") -> None:
+        """Returns when they are in use."""

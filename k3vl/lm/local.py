@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -26,16 +26,13 @@ if TYPE_CHECKING:
 
     from k3vl.errors import K3VLError
     from k3vl.lm.ahead import EncodeAhead
-    from k3vl.lm.backend import Encoder, Token
+    from k3vl.lm.backend import Encoder, InFlight, ScoreMethod, Token
     from k3vl.lm.engine import Engine
     from k3vl.lm.model import K3Model
     from k3vl.lm.stats import EngineStats
     from k3vl.types import MediaSpan, Prompt
 
     Sink: TypeAlias = Callable[[Token | K3VLError], None]
-
-ScoreMethod: TypeAlias = Literal["prefill", "decode"]
-InFlight: TypeAlias = Literal["finish", "cancel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
