@@ -135,7 +135,7 @@ def captioner(
             listing=listing,
             loader=MediaLoader(pipeline.processor),
             prompts=Prompts(sampling=SAMPLING),
-            engine=LocalEngine(pipeline),
+            engine=LocalEngine(pipeline, min_confidence=0),
             journal=journal,
             outputs=[output],
         )
