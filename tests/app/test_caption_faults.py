@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,26 @@ def pages(fmt: str, **options: object) -> bytes:
     return encode(first, fmt, save_all=True, append_images=rest, **options)
 
 
+def ycck() -> bytes:
+    """Transform 2 in Adobe's marker: the same samples are luma, chroma and black."""
+    inks = Image.merge("CMYK", [Image.new("L", (48, 32), v) for v in (200, 127, 127, 0)])
+    data = bytearray(encode(inks, "JPEG", quality=95))
+    data[data.index(b"Adobe") + 11] = 2
+    return bytes(data)
+
+
+@cache
+def huge_page() -> bytes:
+    """As many pixels as a page at 1,400 dots an inch; below the cap, reduced while decoding."""
+    return encode(Image.new("L", (12_000, 12_000), 200), "JPEG")
+
+
+@cache
+def panorama() -> bytes:
+    """A picture that somebody really has: over Pillow's own limit, below ours."""
+    return encode(Image.new("1", (20_992, 10_496)))
+
+
 def good_files() -> dict[str, bytes]:
     plain = encode(UPRIGHT)
     files = {
@@ -93,6 +114,9 @@ def good_files() -> dict[str, bytes]:
         "grey16-big.tif": sixteen_bit_tiff(">"),
         "bilevel.tif": encode(UPRIGHT.convert("1"), "TIFF"),
         "cmyk.jpg": encode(UPRIGHT.convert("CMYK"), "JPEG"),
+        "ycck.jpg": ycck(),
+        "huge-page.jpg": huge_page(),
+        "panorama.png": panorama(),
         "wrong-profile.jpg": encode(UPRIGHT, "JPEG", icc_profile=b"not a profile"),
         "web.webp": encode(UPRIGHT, "WEBP", lossless=True),
         "new.avif": encode(UPRIGHT, "AVIF"),
