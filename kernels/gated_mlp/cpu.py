@@ -10,7 +10,8 @@ from numba import njit
 
 from k3vl.kernels.compiled import EXACT, address, alive, compiled, product
 from k3vl.kernels.gated_mlp import check_shapes
-from k3vl.kernels.situ.cpu import activate, constants
+from k3vl.kernels.situ import caps
+from k3vl.kernels.situ.cpu import activate
 
 if TYPE_CHECKING:
     from k3vl.kernels.situ import GatedActivation
@@ -25,7 +26,7 @@ def gated_mlp_cpu(
     out = torch.empty(x.shape[0], width)
     _gated_mlp(
         *(address(x), x.stride(0), x.shape[0], address(gate_up), address(down), inner, width),
-        *(out.data_ptr(), *constants(activation)),
+        *(out.data_ptr(), *caps(activation)),
     )
     return out
 

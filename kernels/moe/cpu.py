@@ -16,7 +16,7 @@ from k3vl.kernels.compiled import EXACT, address, alive, compiled, floats, produ
 from k3vl.kernels.gated_mlp.cpu import gated_mlp_rows
 from k3vl.kernels.moe.latent import check_shapes
 from k3vl.kernels.rms_norm.cpu import normalise
-from k3vl.kernels.situ.cpu import constants
+from k3vl.kernels.situ import caps
 
 if TYPE_CHECKING:
     from k3vl.kernels.moe.latent import MoEWeights
@@ -36,7 +36,7 @@ def latent_moe_cpu(x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
         *(0 if w.down is None else address(w.down), latent, address(w.w13), address(w.w2)),
         *(double // 2, 0 if w.norm is None else address(w.norm), float(w.eps)),
         *(0 if w.up is None else address(w.up), address(w.shared_gate_up)),
-        *(address(w.shared_down), w.shared_down.shape[1], *constants(w.activation)),
+        *(address(w.shared_down), w.shared_down.shape[1], *caps(w.activation)),
         out.data_ptr(),
     )
     return out

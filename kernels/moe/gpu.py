@@ -23,7 +23,7 @@ from k3vl.kernels.moe.experts_kernel import (
     route_kernel,
 )
 from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
-from k3vl.kernels.situ import SituGLU
+from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -173,7 +173,7 @@ def moe_experts_mxfp4_gpu(
         grid, shape = _packed_shape(GATE_UP[width], width, inner, latent)
         gate_up_mxfp4_kernel[(grid, tiles.expert.numel())](
             split, stored.w13, stored.w13_scale, *_lists(plan, tiles), hidden, top_k,
-            *_caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
+            *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
             PACKED=packed, **shape,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
@@ -212,7 +212,7 @@ def moe_experts_gpu(
     for width, tiles in plan.tiles.items():
         shape = _dense_shape(width)
         gate_up_dense_kernel[(triton.cdiv(inner, DENSE.features), tiles.expert.numel())](
-            x, w13, *_lists(plan, tiles), hidden, top_k, *_caps(activation),
+            x, w13, *_lists(plan, tiles), hidden, top_k, *caps(activation),
             WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU), **shape,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
@@ -254,13 +254,6 @@ def _dense_shape(width: int) -> dict[str, int]:
         "num_warps": DENSE.warps if width < FULL else 2 * DENSE.warps,
         "num_stages": DENSE.stages,
     }
-
-
-def _caps(activation: GatedActivation) -> tuple[float, float]:
-    """SiTU's two caps; SwiGLU has none and the kernel does not read them."""
-    if isinstance(activation, SituGLU):
-        return activation.beta, activation.linear_beta
-    return 1.0, 1.0
 
 
 def _combine(

@@ -47,6 +47,13 @@ class SiluGLU:
 GatedActivation: TypeAlias = SituGLU | SiluGLU
 
 
+def caps(activation: GatedActivation) -> tuple[float, float]:
+    """Caps of gate and up branch, as numbers for a kernel; 0 for no caps (SwiGLU)."""
+    if isinstance(activation, SituGLU):
+        return float(activation.beta), float(activation.linear_beta)
+    return 0.0, 0.0
+
+
 def glu(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
     """Apply a gated activation.
 

@@ -8,7 +8,7 @@ from numba import njit
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.compiled import EXACT, address, compiled, floats, sigmoid, tanh
-from k3vl.kernels.situ import GatedActivation, SituGLU
+from k3vl.kernels.situ import GatedActivation, caps
 
 
 def glu_cpu(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
@@ -20,16 +20,9 @@ def glu_cpu(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
     out = torch.empty(rows.shape[0], double // 2)
     _glu(
         *(address(rows), rows.stride(0), rows.shape[0], double // 2),
-        *(out.data_ptr(), *constants(activation)),
+        *(out.data_ptr(), *caps(activation)),
     )
     return out.view(*gate_up.shape[:-1], double // 2)
-
-
-def constants(activation: GatedActivation) -> tuple[float, float]:
-    """Caps of gate and up branch; 0 for no caps (SwiGLU)."""
-    if isinstance(activation, SituGLU):
-        return float(activation.beta), float(activation.linear_beta)
-    return 0.0, 0.0
 
 
 @compiled
