@@ -328,6 +328,8 @@ def _policy(options: CaptionOptions) -> FetchPolicy:
 def _check(options: CaptionOptions, listing: Listing) -> None:
     """Refuse what cannot work, before anything is touched."""
     outputs, inputs = options.outputs, options.inputs
+    if "" in inputs.arguments:
+        raise ConfigError("an empty path is given")
     if "json" in outputs.sidecars and outputs.policy in ("append", "prepend"):
         raise ConfigError(f"--on-existing {outputs.policy} has no meaning for JSON sidecars")
     if len(set(outputs.files)) < len(outputs.files):
