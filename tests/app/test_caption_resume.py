@@ -210,6 +210,65 @@ def test_an_output_that_nobody_knows_is_left_alone(tmp_path: Path) -> None:
     assert output.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"path": "b.png", "label": 3}\n',
+        "a line\n",
+        '[1]\n{"path": "a", "caption": "b"}\n',
+        "{}\n{",
+    ],
+)
+def test_lines_that_are_no_captions_are_left_alone(content: str, tmp_path: Path) -> None:
+    path, output = picture(tmp_path / "a.png"), tmp_path / "out.jsonl"
+    output.write_text(content)
+    result = run(path, "--output", output)
+    assert result.exit_code == 1
+    assert "holds lines that are no captions" in result.stderr
+    assert output.read_text() == content
+    assert sorted(os.listdir(tmp_path)) == ["a.png", "out.jsonl"]
+
+
+def test_a_last_line_without_its_end_is_kept_where_it_is_whole(tmp_path: Path, echo) -> None:
+    paths, output = pictures(tmp_path / "in", 2), tmp_path / "out.jsonl"
+    output.write_text(json.dumps({"path": str(paths[0]), "caption": "By hand."}))
+    assert run(tmp_path / "in", "--output", output).exit_code == 0
+    assert rows(output)[0]["caption"] == "By hand."
+    assert len(rows(output)) == 2
+    assert len(echo.digests) == 1
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv", "in.parquet", "in.tar"])
+@pytest.mark.parametrize("flag", ["--output", "--report", "--journal"])
+def test_an_input_is_never_written(name: str, flag: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = tmp_path / name
+    table.write_text('{"path": "a.png", "caption": "old"}\n')
+    link = tmp_path / f"link{table.suffix}"
+    link.symlink_to(table)
+    before = table.read_bytes()
+    for given, written in ((name, name), (name, table), (name, link), ("-", name)):
+        stdin = f"{name}\n" if given == "-" else None
+        result = run(given, flag, written, "--on-existing=overwrite", stdin=stdin)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"{flag} {written}: is an input" in result.stderr
+        assert table.read_bytes() == before
+
+
+def test_one_file_is_not_written_twice(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    picture(tmp_path / "a.png")
+    for flags in (
+        ("--output=o.jsonl", "--output=./o.jsonl"),
+        ("--output=o.jsonl", "--report=o.jsonl"),
+        ("--output=o.jsonl", "--journal=o.jsonl"),
+        ("--output=o.jsonl", "--report=o.jsonl.journal"),
+    ):
+        result = run(tmp_path, *flags)
+        assert result.exit_code == 1, flags
+        assert "the same file is given twice" in result.stderr
+
+
 def test_outputs_that_are_asked_for_later_get_everything(tmp_path: Path, echo) -> None:
     folder = tmp_path / "in"
     pictures(folder, 3)
