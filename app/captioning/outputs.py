@@ -14,7 +14,7 @@ import json
 import os
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
-from k3vl.app.captioning.durable import cannot_write, replacing, write_all
+from k3vl.app.captioning.durable import cannot_write, replacing, sync_file, write_all
 from k3vl.app.captioning.items import Key, make_key
 from k3vl.app.captioning.rows import COLUMNS, Row, flat
 from k3vl.app.captioning.tables import need_parquet
@@ -81,6 +81,8 @@ class JsonLinesOutput:
 
     def is_foreign(self) -> bool:
         """Whether it holds lines that are no rows of captions; a torn last one does not count."""
+        if not is_regular(self.path):
+            return False
         with self.path.open("rb") as file:
             for line in file:
                 row = _row(line)
@@ -127,7 +129,7 @@ class JsonLinesOutput:
     def sync(self) -> None:
         """See :class:`Output`."""
         if is_regular(self.path):
-            os.fsync(self._file.fileno())
+            sync_file(self._file, self.path)
 
     def finish(self, journal: Journal) -> None:
         """Drop rows that later ones replaced: a caption replaces an error, never the reverse."""

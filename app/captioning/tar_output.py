@@ -17,7 +17,7 @@ import tarfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from k3vl.app.captioning.durable import cannot_write
+from k3vl.app.captioning.durable import cannot_write, sync_file
 from k3vl.app.captioning.items import make_key
 from k3vl.app.output import json_line
 from k3vl.vision.sniff import HEAD_BYTES, sniff
@@ -134,7 +134,7 @@ class TarOutput:
     def sync(self) -> None:
         """See :class:`k3vl.app.captioning.outputs.Output`."""
         assert self._file is not None, "recovered first"
-        os.fsync(self._file.fileno())
+        sync_file(self._file, self.path)
 
     def finish(self, journal: Journal) -> None:
         """End the archive and put it in its place."""
@@ -152,7 +152,8 @@ class TarOutput:
     def close(self) -> None:
         """See :class:`k3vl.app.captioning.outputs.Output`."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take was told already
+                self._file.close()
 
 
 def sample_key(row: Row) -> str:

@@ -135,6 +135,34 @@ def test_a_journal_belongs_to_one_process(tmp_path: Path) -> None:
     assert "another run is using this journal" in result.stderr
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "tar", "html"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(ending: str, tmp_path: Path) -> None:
+    """No file may grow beyond 20 KiB, which fails in the places where a full disk does."""
+    pictures(tmp_path / "in", 80)
+    output, journal = tmp_path / f"out.{ending}", tmp_path / "journal"
+    args = [tmp_path / "in", "--quiet", "--report" if ending == "html" else "--output", output]
+    args += [] if ending == "html" else ["--journal", journal]
+    command = [sys.executable, "-m", "tests.app.caption_driver", "caption", *map(str, args)]
+    failed = subprocess.run(
+        ["bash", "-c", 'ulimit -S -f 20; exec "$@"', "bash", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ECHO_SECONDS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert failed.returncode == 1
+    places = [f"Error: {path}: cannot be written (File too large)\n" for path in (output, journal)]
+    assert failed.stderr in places
+    assert run(*args).exit_code == 0
+    assert output.exists()
+    if ending == "jsonl":
+        assert len(rows(output)) == len({row["id"] for row in rows(output)}) == 80
+    elif ending == "tar":
+        with tarfile.open(output) as tar:
+            assert len(tar.getnames()) == 3 * 80
+
+
 # ------------------------------------------------------------------ captions that exist
 
 
