@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from k3vl.app.captioning.durable import try_place
 from k3vl.app.captioning.engines import LOCAL_PARALLEL, Engine, LocalEngine
 from k3vl.app.captioning.files import Choice, is_folder
 from k3vl.app.captioning.journal import Journal
@@ -81,6 +82,8 @@ def caption(options: CaptionOptions) -> int:
             _dry_run(options, listing, sidecars, journal, surveyed)
             return 0
         _check_existing(options, surveyed, journal)
+        if options.outputs.report is not None:
+            try_place(options.outputs.report)
         outputs = _outputs(stack, options, journal)
         if journal is None and place is not None:
             journal = _open_journal(stack, options, place)
@@ -248,7 +251,7 @@ def _outputs(stack: ExitStack, options: CaptionOptions, journal: Journal | None)
         if form != "jsonl" and not is_regular(path):
             raise ConfigError(f"{printable(path)}: a {form} output must be a regular file")
         if form == "tar":
-            opened.append(TarOutput(path, afresh=anew))
+            opened.append(TarOutput(path, afresh=anew and journal is None))
         elif form == "jsonl":
             opened.append(JsonLinesOutput(path))
         else:

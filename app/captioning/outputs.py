@@ -14,7 +14,7 @@ import json
 import os
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
-from k3vl.app.captioning.durable import cannot_write, replacing, sync_file, write_all
+from k3vl.app.captioning.durable import cannot_write, replacing, sync_file, try_place, write_all
 from k3vl.app.captioning.items import Key, make_key
 from k3vl.app.captioning.rows import COLUMNS, Row, flat
 from k3vl.app.captioning.tables import need_parquet
@@ -216,12 +216,7 @@ class TableOutput:
         self._form = form
         if form == "parquet":
             need_parquet()
-        try:
-            with replacing(path.with_name(f"{path.name}.probe")):
-                pass
-            path.with_name(f"{path.name}.probe").unlink()
-        except OSError as exc:
-            raise cannot_write(path, exc) from exc
+        try_place(path)
 
     def close(self) -> None:
         """Nothing: it is open only while it is written."""

@@ -14,6 +14,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -227,6 +228,42 @@ def test_overwriting_replaces_rows(tmp_path: Path, monkeypatch) -> None:
     found = rows(output)
     assert sorted(row["path"] for row in found) == [str(path) for path in paths]
     assert [row["caption"] == "New." for row in found].count(True) == 1
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "tar"])
+@pytest.mark.parametrize("policy", ["skip", "overwrite", "append", "prepend"])
+def test_every_policy_leaves_one_row_of_each_item(ending, policy, tmp_path: Path, monkeypatch):
+    """What is not in the second run stays; what is made again takes the place of the old."""
+    folder, output = tmp_path / "in", tmp_path / f"out.{ending}"
+    paths = pictures(folder, 3)
+    flags = ("--output", output, f"--on-existing={policy}")
+    assert run(folder, *flags).exit_code == 0
+    use_echo(monkeypatch, EchoBackend(reply=lambda _: "New."))
+    new = picture(folder / "new.png", 99)
+    assert run(paths[1], new, *flags).exit_code == 0
+    captions = {Path(row["path"]).name: row["caption"] for row in held(output)}
+    assert len(held(output)) == len(captions) == 4
+    again = "Picture" if policy == "skip" else "New."
+    assert [captions[path.name].split(" ")[0] for path in paths] == ["Picture", again, "Picture"]
+    assert captions["new.png"] == "New."
+    assert not [name for name in os.listdir(tmp_path) if "partial" in name]
+
+
+def held(output: Path) -> list[dict]:
+    """The rows in an output of any kind; of a shard's samples with all of their parts."""
+    if output.suffix == ".jsonl":
+        return rows(output)
+    if output.suffix == ".csv":
+        with output.open(newline="") as file:
+            return list(csv.DictReader(file))
+    if output.suffix == ".parquet":
+        return pq.read_table(output).to_pylist()
+    with tarfile.open(output) as tar:
+        names = tar.getnames()
+        assert len(names) == len(set(names))
+        found = [json.load(tar.extractfile(name)) for name in names if name.endswith(".json")]
+        assert len(names) == 3 * len(found)
+        return found
 
 
 def test_an_output_that_nobody_knows_is_left_alone(tmp_path: Path) -> None:

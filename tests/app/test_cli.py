@@ -80,6 +80,24 @@ def test_help_and_version() -> None:
         assert "Usage: " in run(*command, "--help").output
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["--nonsense"],
+        ["caption"],
+        ["caption", "a.png", "--nonsense"],
+        ["caption", "a.png", "--temperature=99"],
+        ["inspect", "plan", "nowhere.jsonl"],
+        ["serve", "--port=99999"],
+    ],
+)
+def test_a_wrong_command_is_not_the_exit_code_of_a_finished_run(args) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "Error: " in result.stderr
+
+
 def test_help_comes_at_once() -> None:
     """CPU seconds, and the least of several, so that a busy machine does not matter."""
 
