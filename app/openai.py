@@ -30,7 +30,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
 _EITHER = (("stop",), ("tool_choice",))
-"""Fields of one of several kinds; the second place of a problem is the kind, as Pydantic calls it."""
+"""Fields of one of several kinds; a problem's second place is the kind, as Pydantic calls it."""
 
 Word = Annotated[str, StringConstraints(max_length=MAX_WORD_LENGTH)]
 
