@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+EXIT_NOTHING_DONE = 1
 EXIT_ITEM_ERRORS = 2
 EXIT_INTERRUPTED = 130
 
@@ -37,12 +38,22 @@ EXIT_INTERRUPTED = 130
 class _Group(click.Group):
     """Turns our own errors into one line and exit code 1, Ctrl-C into one line and 130.
 
-    Everything else is a bug.
+    So with a wrong command line: 2 is for runs that finished. Everything else is a bug.
     """
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as exc:
+            exc.show()
+            sys.exit(EXIT_NOTHING_DONE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as exc:
+            exc.show()
+            ctx.exit(EXIT_NOTHING_DONE)
         except K3VLError as exc:
             raise click.ClickException(str(exc)) from exc
         except KeyboardInterrupt:

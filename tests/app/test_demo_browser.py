@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ from PIL import Image
 
 from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, CHROMIUM, END, THOUGHT, TOOLS
 from tests.app.chat_server import Site, serve
+from tests.timing import until
 
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")
-sync_api.expect.set_options(timeout=20_000)
+sync_api.expect.set_options(timeout=60_000)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +41,9 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=list(FLAGS), timeout=120_000
+        )
         yield running
         running.close()
 
@@ -55,13 +57,14 @@ def demo_site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def scripted_site() -> Iterator[Site]:
-    """Answers ``Red.``; to a greeting 1500 words, fifty a second; to a puzzle with a tool call."""
+    """Answers ``Red.`` and the question's number; to a greeting 1500 words, fifty tokens a second;
+    to a puzzle with a tool call."""
     by_word = {
         "Hello": "word " * 1500 + END,
         "says so": "Red." + END,
         "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS,
     }
-    with serve("Red." + END, delay=0.02, by_word=by_word) as site:
+    with serve("Red. (#)" + END, delay=0.02, by_word=by_word) as site:
         yield site
 
 
@@ -76,7 +79,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
 
     def open_tab(site: Site, **options: Any) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.on("request", note)
@@ -111,11 +114,8 @@ def question_back(page: Page, text: str) -> None:
     sync_api.expect(page.locator("#k3-box textarea")).to_have_value(text)
 
 
-def wait_idle(site: Site) -> dict[str, Any]:
-    deadline = time.monotonic() + 10
-    while (state := site.state())["running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return state
+def wait_idle(site: Site) -> None:
+    until(lambda: not site.state()["running"])
 
 
 def test_a_picture_thinking_a_clip_and_a_bad_file(
@@ -154,7 +154,7 @@ def test_a_picture_thinking_a_clip_and_a_bad_file(
     ask(page, "What is this?")
     # The chat goes on without the bad file. Of a picture this late in a conversation the demo model
     # often names something from before (docs/demo); that it is an answer is what counts here.
-    answer(page, re.compile(r"^\s*An? \w+\."))
+    answer(page, re.compile(r"^(?!.*left out).*\w\."))
     sync_api.expect(page.locator("#k3-seen img")).to_have_count(1)
 
 
@@ -186,7 +186,7 @@ def test_stop_ends_the_generation(scripted_site: Site, visit: Callable[..., Page
     sync_api.expect(page.locator("#k3-figures")).to_contain_text("~")
     page.locator("#k3-box .stop-button").click()
     answer(page, "Stopped.")
-    assert wait_idle(scripted_site)["running"] == []
+    wait_idle(scripted_site)
     sync_api.expect(page.locator("#k3-chat .bot.message").first).to_contain_text("word word")
     page.get_by_role("button", name="New chat").click()
     sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
@@ -198,7 +198,7 @@ def test_a_closed_tab_ends_the_generation(scripted_site: Site, visit: Callable[.
     sync_api.expect(page.locator("#k3-chat .bot.message").last).to_contain_text("word word")
     assert scripted_site.state()["running"]
     page.close(run_before_unload=False)
-    assert wait_idle(scripted_site)["running"] == []
+    wait_idle(scripted_site)
 
 
 def test_retry_edit_and_undo_keep_the_files(
@@ -209,10 +209,7 @@ def test_retry_edit_and_undo_keep_the_files(
     before = scripted_site.state()["count"]
 
     def asked(times: int, text: str) -> None:
-        deadline = time.monotonic() + 10
-        while scripted_site.state()["count"] < before + times and time.monotonic() < deadline:
-            time.sleep(0.05)
-        answer(page, "Red.")
+        answer(page, f"Red. ({before + times - 1})")
         state = scripted_site.state()
         assert state["count"] == before + times
         assert state["asked"].count("<|media_begin|>") == 1
@@ -317,10 +314,11 @@ def test_an_older_turn_is_selected_to_see_what_the_model_saw(
         Image.new("RGB", size, "red").save(tmp_path / name)
     page = visit(scripted_site)
     facts = page.locator("#k3-facts")
-    for name in ("one.png", "two.png"):
+    before = scripted_site.state()["count"]
+    for number, name in enumerate(("one.png", "two.png"), start=before):
         attach(page, tmp_path / name)
         ask(page, f"Which is {name[:3]}?")
-        answer(page, "Red.")
+        answer(page, f"Red. ({number})")
         sync_api.expect(facts).to_contain_text(name)
     page.get_by_text("Which is one?").click()
     sync_api.expect(facts).to_contain_text("56 \u00d7 28 px")
@@ -351,4 +349,4 @@ def test_an_endpoint_answers_thinks_and_is_stopped(visit: Callable[..., Page]) -
         assert site.state()["running"]
         page.locator("#k3-box .stop-button").click()
         answer(page, "Stopped.")
-        assert wait_idle(site)["running"] == []
+        wait_idle(site)

@@ -174,7 +174,7 @@ def test_exit_code_tells_of_questions_without_answer(folder, backend):
 
 def test_sources_exclude_each_other(folder, backend):
     result = run(folder, "--quick")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "exclude each other" in result.output
 
 

@@ -16,6 +16,7 @@ from k3vl.config import K3_MEDIA
 from k3vl.errors import MediaError
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy, is_public_address, resolve
+from tests.timing import cpu_limit
 from tests.vision.files import encode
 
 PNG = encode(Image.new("RGB", (8, 8), (1, 2, 3)))
@@ -92,19 +93,16 @@ def test_errors_do_not_repeat_the_payload():
 def test_frame_lists_are_refused_before_decoding():  # R31, V40, V41
     frame = base64.b64encode(encode(Image.new("RGB", (64, 64)), "JPEG")).decode()
     uri = "data:video/jpeg;base64," + ",".join([frame] * 5000)
-    start = time.perf_counter()
-    assert code(uri, kind="video") == "frame_list_unsupported"
-    assert time.perf_counter() - start < 0.5
+    with cpu_limit(0.5):
+        assert code(uri, kind="video") == "frame_list_unsupported"
 
 
 def test_concatenated_jpegs_are_no_video():  # R31, V40
     data = encode(Image.new("RGB", (64, 64)), "JPEG") * 5000
     uri = "data:video/jpeg;base64," + base64.b64encode(data).decode()
-    start = time.perf_counter()
-    with pytest.raises(MediaError) as info:
+    with cpu_limit(1.0), pytest.raises(MediaError) as info:
         MediaProcessor(K3_MEDIA).process(uri, "video")
     assert info.value.code == "image_as_video"
-    assert time.perf_counter() - start < 1.0
 
 
 def test_size_is_checked_before_decoding():
@@ -222,7 +220,7 @@ def server():
     thread.join()
 
 
-OPEN = FetchPolicy(allow_private_networks=True, total_seconds=5.0, max_bytes=100_000)
+OPEN = FetchPolicy(allow_private_networks=True, total_seconds=30.0, max_bytes=100_000)
 
 
 def redirect(location, status=302):
@@ -435,7 +433,7 @@ def test_dripping_server_hits_the_total_time(server):
         handler.reply(200, b"x", Content_Length=None)
         handler.close_connection = False
         with contextlib.suppress(OSError):
-            for _ in range(60):
+            for _ in range(1200):
                 time.sleep(0.05)
                 handler.wfile.write(b"x")
         handler.close_connection = True
@@ -445,11 +443,11 @@ def test_dripping_server_hits_the_total_time(server):
     start = time.perf_counter()
     with pytest.raises(MediaError, match="timed out"):
         resolve(server.url + "/", "image", policy)
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < 30, "it would go on for a minute"
 
 
 def test_silent_server_hits_the_read_time(server):
-    server.routes["/"] = lambda _: time.sleep(1.0)
+    server.routes["/"] = lambda _: time.sleep(5.0)
     policy = FetchPolicy(allow_private_networks=True, read_seconds=0.2)
     with pytest.raises(MediaError, match="timed out"):
         resolve(server.url + "/", "image", policy)
