@@ -47,7 +47,7 @@ def _find(uri: str | bytearray, character: str, start: int = 0) -> int:
 
 def _uri_too_large(kind: MediaKind, max_bytes: int) -> MediaError:
     return MediaError(
-        f"{kind}: the data URI holds more than {max_bytes} bytes, which is the most accepted",
+        f"{kind}: the data URI is too long, at most {max_bytes} bytes are accepted",
         code="media_too_large",
     )
 
