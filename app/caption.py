@@ -40,6 +40,7 @@ from k3vl.app.captioning.sidecars import Sidecars
 from k3vl.app.captioning.tables import TABLE_SUFFIXES, ColumnMap
 from k3vl.app.captioning.tar_output import TarOutput
 from k3vl.app.captioning.worker import Worker
+from k3vl.app.extras import needs_extra
 from k3vl.app.inspect import media_config
 from k3vl.app.output import printable, write_record, write_text
 from k3vl.errors import ConfigError
@@ -294,7 +295,8 @@ def _engine(options: CaptionOptions) -> Engine:
             local.close()
             raise
         return local
-    from k3vl.app.captioning.remote import RemoteEngine
+    with needs_extra("caption", "--base-url"):
+        from k3vl.app.captioning.remote import RemoteEngine
 
     engine = RemoteEngine(
         model.base_url,

@@ -20,6 +20,7 @@ from k3vl.app.caption_flags import (
     caption_options,
     options_of,
 )
+from k3vl.app.extras import needs_extra
 from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import ConfigError, K3VLError
 
@@ -236,11 +237,9 @@ def serve(**options: Any) -> None:
     Also /health, /ready, /metrics and /openapi.json. With --engine sglang any option of SGLang may
     follow a --, for one machine or one rank of several.
     """
-    try:
+    with needs_extra("serve", "the server"):
         from k3vl.app.launch import ServeOptions, launch
         from k3vl.app.sglang_launch import EngineOptions, launch_sglang
-    except ModuleNotFoundError as exc:
-        raise ConfigError(f"{exc.name} is missing: pip install 'k3vl[serve]'") from exc
     names = EngineOptions.__dataclass_fields__
     engine = EngineOptions(**{name: options.pop(name) for name in names})
     if engine.engine == "sglang":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3vl.app.captioning.items import FsspecFile, Media, Source
+from k3vl.app.extras import needs_extra
 from k3vl.errors import ConfigError, MediaError
 
 if TYPE_CHECKING:
@@ -221,8 +222,6 @@ def need_parquet() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needs_extra("caption", "Parquet"):
         import pyarrow.parquet as pq
-    except ImportError as exc:
-        raise ConfigError("Parquet needs pyarrow: pip install 'k3vl[caption]'") from exc
     return pq

@@ -60,6 +60,7 @@ class Endpoint(http.server.ThreadingHTTPServer):
         self.random = random.Random(3)
         self.lock = threading.Lock()
         self.busy = self.most_busy = 0
+        self.usage: dict[str, Any] = {"total_tokens": 25}
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has given up is no news."""
@@ -123,7 +124,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.answered.append(text)
         message = {"role": "assistant", "content": text, "reasoning_content": "Hm."}
-        usage = {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
+        usage = {"prompt_tokens": 20, "completion_tokens": 5, **self.server.usage}
         choice = {"index": 0, "message": message, "finish_reason": self.server.finish}
         self._send(200, {"choices": [choice], "usage": usage, "system_fingerprint": "fp_1"})
 
@@ -186,6 +187,15 @@ def test_rows_tell_what_the_endpoint_told(endpoint: Endpoint, tmp_path: Path) ->
     assert row["usage"]["image_tokens"] == 1, "by our own plan"
     (body,) = endpoint.bodies
     assert (body["model"], body["temperature"], body["seed"]) == ("kimi-k3", 0.5, row["seed"])
+
+
+def test_a_clip_that_is_counted_as_pictures_is_counted_once(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    """SGLang has one kind of media tokens."""
+    endpoint.usage = {"prompt_tokens_details": {"image_tokens": 9}}
+    row = json.loads(run(film(tmp_path / "a.mp4"), "--json", *flags(endpoint)).stdout)
+    assert (row["usage"]["image_tokens"], row["usage"]["video_tokens"]) == (9, 0)
 
 
 def test_pictures_arrive_upright(endpoint: Endpoint, tmp_path: Path) -> None:

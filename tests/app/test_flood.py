@@ -181,6 +181,8 @@ def bombs() -> list:
     out = io.BytesIO()
     Image.new("1", (30_000, 30_000)).save(out, "PNG")
     base64 = "data:image/png;base64," + "A" * (12 * 2**20)
+    zeros = "data:image/png;base64," + "A" * (10 * 2**20)
+    escaped = "data:image/png;base64," + "%41" * (4 * 2**20)
     frames = "data:video/jpeg;base64," + ",".join(["AA"] * 50_000)
     parts = {
         "image: 900 megapixels": image_part(out.getvalue()),
@@ -189,6 +191,8 @@ def bombs() -> list:
         "video: a screen of 4 gigapixels": as_video(data_url(huge_pages(), "image/gif")),
         "video: a list of 50,000 frames": as_video(frames),
         "base64: longer than media may be": image_part(base64),
+        "base64: zeros, as many as there may be": image_part(zeros),
+        "base64: escapes, as many as there may be": image_part(escaped),
     }
     bodies = {name: json.dumps(ask(part)).encode() for name, part in parts.items()}
     bodies["body: larger than allowed"] = b" " * (41 * 2**20)

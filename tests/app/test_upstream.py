@@ -512,6 +512,15 @@ def test_what_is_asked_there() -> None:
     ]
 
 
+def test_what_is_not_sent_here_is_its_own_choice() -> None:
+    """Sampling above all: its defaults are the model's, ours would be greedy."""
+    with fake(lambda h: events(h, YES, END)) as made, front_of(made) as url:
+        assert post(url, {"model": "demo", "messages": ask("x")["messages"]}).status_code == 200
+        (asked,) = made.bodies
+    ours = {"model", "messages", "max_completion_tokens", "stream", "stream_options"}
+    assert asked.keys() == ours
+
+
 def test_a_clip_reaches_it_in_groups_of_four_frames() -> None:
     with fake(lambda h: events(h, YES, END)) as made, front_of(made) as url:
         clip = data_url(video(solid_frames(24), rate=4), "video/mp4")

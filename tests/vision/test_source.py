@@ -8,12 +8,15 @@ import socket
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from k3vl.config import K3_MEDIA
 from k3vl.errors import MediaError
+from k3vl.vision.data_uri import decode_data_uri
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy, is_public_address, resolve
 from tests.timing import cpu_limit
@@ -82,6 +85,52 @@ def test_url_safe_alphabet():
 )
 def test_what_is_no_usable_url_is_refused(uri, expected):
     assert code(uri) == expected
+
+
+LONG = np.random.default_rng(0).bytes(200_000)
+"""Several of the pieces that a URL is decoded in, whose borders fall anywhere."""
+
+
+@pytest.mark.parametrize("size", [len(LONG), len(LONG) - 1, len(LONG) - 2])
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda data: base64.b64encode(data).decode(),
+        lambda data: base64.encodebytes(data).decode().replace("\n", "\r\n"),
+        lambda data: base64.urlsafe_b64encode(data).decode().rstrip("="),
+        lambda data: quote(base64.b64encode(data).decode(), safe=""),
+        lambda data: "".join(f"%{ord(c):02x}" for c in base64.b64encode(data).decode()),
+        lambda data: "\n" + " " * 10_000 + base64.b64encode(data).decode(),
+    ],
+)
+def test_long_data_uris(written, size):
+    uri = "data:;base64," + written(LONG[:size])
+    for form in (uri, bytearray(uri.encode())):
+        assert decode_data_uri(form, "image", size) == LONG[:size]
+        with pytest.raises(MediaError, match="too long"):
+            decode_data_uri(form, "image", size - 1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "A" * 100_000 + "=" + "A" * 100_000,
+        "A" * 99_999 + "=" * 80_000 + "A",
+        "A" * 100_000 + "!",
+        "A" * 100_000 + "ä",
+        "A" * 100_000 + "%4",
+        "A" * 65_535 + "%",
+        "A" * 100_001,
+    ],
+)
+def test_long_nonsense(payload):
+    assert code("data:;base64," + payload) == "data_uri_invalid"
+    with pytest.raises(MediaError, match="not valid base64"):
+        decode_data_uri(bytearray(f"data:;base64,{payload}".encode()), "image", 2**20)
+
+
+def test_the_header_of_a_data_uri_is_short():
+    assert code("data:" + ";" * 5000 + ";base64,AAAA") == "data_uri_invalid"
 
 
 def test_errors_do_not_repeat_the_payload():
