@@ -94,7 +94,7 @@ _PAIR = (STILL, STILL)
 BUCKETS = (
     Bucket(name="img224", height=224, width=224, row=192, share=25),
     Bucket(name="think224", height=224, width=224, row=256, share=8, thinking=1.0),
-    Bucket(name="tool168", height=168, width=168, row=512, share=7, thinking=_SOME, tools=True),
+    Bucket(name="tool168", height=168, width=168, row=768, share=7, thinking=_SOME, tools=True),
     Bucket(name="land", height=168, width=224, row=192, share=6),
     Bucket(name="port", height=224, width=168, row=192, share=5),
     Bucket(name="wide", height=112, width=336, row=192, share=2),
@@ -129,7 +129,7 @@ BUCKETS = (
     _chat("chat224x2", (224, 224), 384, 5, _PAIR),
     _chat("chat168x3", (168, 168), 512, 4, (STILL,) * 3, thinking=_SOME),
     _chat("chat112x4", (112, 112), 384, 3, (STILL,) * 4),
-    _chat("chattool", (168, 168), 768, 2, _PAIR, thinking=_SOME, tools=True),
+    _chat("chattool", (168, 168), 1024, 2, _PAIR, thinking=_SOME, tools=True),
     _chat("chatchart", (168, 224), 384, 1, _PAIR, charts=True),
     _chat("chatclips", (112, 112), 256, 2, (_FOUR, _FOUR)),
     _chat("chatclip1", (112, 112), 256, 2, (STILL, _FOUR)),
