@@ -32,7 +32,7 @@ from k3vl.kernels.int8 import dequantize_int8
 from k3vl.kernels.mxfp4 import GROUP_SIZE, NAN_SCALE, dequantize_mxfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 Encoding: TypeAlias = Literal["plain", "int8", "mxfp4"]
@@ -115,6 +115,22 @@ class Placement:
 
     target: torch.Tensor
     leading: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPlacement:
+    """Where a quantised tensor goes as it is stored.
+
+    Attributes:
+        shape: that it must have once decoded.
+        encoding: that it must be stored in.
+        take: gets values and scales; they are the mapped file, not memory of the process. What it
+            cannot use it refuses with a ``WeightError``, which the reader completes by the name.
+    """
+
+    shape: tuple[int, ...]
+    encoding: Encoding
+    take: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 # ---------------------------------------------------------------------- stored and logical names
@@ -242,16 +258,19 @@ class CheckpointReader:
         """
         return self._specs(self.shards)
 
-    def load_into(self, placements: Mapping[str, Placement], *, prefixes: Sequence[str]) -> None:
+    def load_into(
+        self, placements: Mapping[str, Placement | StoredPlacement], *, prefixes: Sequence[str]
+    ) -> None:
         """Read every logical tensor whose name starts with one of ``prefixes``, exactly once.
 
         Args:
-            placements: logical name -> target.
+            placements: logical name -> where it goes.
             prefixes: the part of the name space that the caller answers for.
 
         Raises:
-            WeightError: a tensor is missing, nobody asked for one, a shape differs, or a file is
-                damaged. Nothing has been written when the names or shapes are at fault.
+            WeightError: a tensor is missing, nobody asked for one, a shape or encoding differs, or
+                a file is damaged. Nothing has been written when names, shapes or encodings are at
+                fault.
         """
         stray = [name for name in placements if not name.startswith(tuple(prefixes))]
         assert not stray, f"placements outside {prefixes}: {stray[:_NAMED]}"
@@ -331,30 +350,46 @@ class CheckpointReader:
 
     # ------------------------------------------------------------------ data
 
-    def _load(self, file: _ShardFile, shard: str, tensor: LogicalTensor, place: Placement) -> None:
-        target = place.target.detach()
-        if place.leading:
-            stored = file.get_tensor(tensor.main).flatten()
-            target.copy_(stored[: target.numel()].view(target.shape))
-        elif tensor.scale is None:
-            target.copy_(file.get_tensor(tensor.main))
-        elif self.shards[tensor.scale] == shard:
-            _decode(file.get_tensor(tensor.main), file.get_tensor(tensor.scale), tensor, target)
+    def _load(
+        self,
+        file: _ShardFile,
+        shard: str,
+        tensor: LogicalTensor,
+        place: Placement | StoredPlacement,
+    ) -> None:
+        values = file.get_tensor(tensor.main)
+        if tensor.scale is None:
+            assert isinstance(place, Placement)
+            target = place.target.detach()
+            target.copy_(values.flatten()[: target.numel()].view_as(target))
+            return
+        if self.shards[tensor.scale] == shard:
+            scale = file.get_tensor(tensor.scale)
         else:
             with self._open(self.shards[tensor.scale]) as other:
                 scale = other.get_tensor(tensor.scale)
-            _decode(file.get_tensor(tensor.main), scale, tensor, target)
+        _check_scale(scale, tensor)
+        if isinstance(place, Placement):
+            _decode(values, scale, tensor, place.target.detach())
+            return
+        try:
+            place.take(values, scale)
+        except WeightError as exc:
+            raise WeightError(f"{self.directory / shard}: {tensor.main}: {exc}") from exc
+
+
+def _check_scale(scale: torch.Tensor, tensor: LogicalTensor) -> None:
+    bad = (scale == NAN_SCALE) if tensor.encoding == "mxfp4" else ~scale.isfinite()
+    if bad.any():
+        raise WeightError(
+            f"{tensor.scale}: {int(bad.sum())} of {bad.numel()} scales are not numbers"
+        )
 
 
 def _decode(
     values: torch.Tensor, scale: torch.Tensor, tensor: LogicalTensor, target: torch.Tensor
 ) -> None:
     """Decode row by row into ``target``; no second copy of the whole tensor is made."""
-    bad = (scale == NAN_SCALE) if tensor.encoding == "mxfp4" else ~scale.isfinite()
-    if bad.any():
-        raise WeightError(
-            f"{tensor.scale}: {int(bad.sum())} of {bad.numel()} scales are not numbers"
-        )
     decode = dequantize_mxfp4 if tensor.encoding == "mxfp4" else dequantize_int8
     step = max(1, _DECODE_VALUES * tensor.shape[0] // tensor.numel)
     for first in range(0, tensor.shape[0], step):
@@ -363,7 +398,14 @@ def _decode(
         target[rows].copy_(decode(*moved, dtype=target.dtype))
 
 
-def _check_place(name: str, tensor: LogicalTensor, place: Placement) -> None:
+def _check_place(name: str, tensor: LogicalTensor, place: Placement | StoredPlacement) -> None:
+    if isinstance(place, StoredPlacement):
+        if (tensor.shape, tensor.encoding) != (place.shape, place.encoding):
+            raise WeightError(
+                f"{name} is {list(tensor.shape)} ({tensor.encoding}), the model needs "
+                f"{list(place.shape)} ({place.encoding})"
+            )
+        return
     assert not place.target.is_meta, f"{name}: the target has no memory yet"
     expected = tuple(place.target.shape)
     if place.leading:

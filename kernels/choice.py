@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda import KDAWeights
     from k3vl.kernels.mla.layer import DecodeOp, MLAOp
+    from k3vl.kernels.moe.experts import FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, LatentMoEOp, RouteOp
+    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
 
 
@@ -85,6 +87,8 @@ class Kernels:
         kda_decode, kda_prefill: Kimi Delta Attention (:mod:`k3vl.kernels.kda`).
         mla: latent attention (:mod:`k3vl.kernels.mla.layer`).
         latent_moe: mixture of experts (:mod:`k3vl.kernels.moe.latent`).
+        latent_moe_mxfp4: the same over experts that stay in 4 bits; None: they are decoded where
+            a model is loaded.
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
         vision: of the tower.
     """
@@ -98,7 +102,8 @@ class Kernels:
     kda_decode: KDADecode
     kda_prefill: KDAPrefill
     mla: MLAOp
-    latent_moe: LatentMoEOp
+    latent_moe: LatentMoEOp[FloatExperts]
+    latent_moe_mxfp4: LatentMoEOp[Mxfp4Experts] | None
     gated_mlp: GatedMLPOp
     vision: VisionKernels = REFERENCE
 
@@ -114,7 +119,8 @@ def composed_kernels(
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
     route: RouteOp,
-    moe_experts: ExpertsOp,
+    moe_experts: ExpertsOp[FloatExperts],
+    moe_experts_mxfp4: ExpertsOp[Mxfp4Experts],
     glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor],
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
 ) -> Kernels:
@@ -134,8 +140,9 @@ def composed_kernels(
             mla_prefill=mla_prefill,
             mla_prefill_latent=mla_prefill_latent,
         ),
-        latent_moe=ComposedLatentMoE(
-            route=route, moe_experts=moe_experts, rms_norm=rms_norm, gated_mlp=gated_mlp
+        latent_moe=ComposedLatentMoE(route=route, moe_experts=moe_experts, gated_mlp=gated_mlp),
+        latent_moe_mxfp4=ComposedLatentMoE(
+            route=route, moe_experts=moe_experts_mxfp4, gated_mlp=gated_mlp
         ),
         gated_mlp=gated_mlp,
     )
@@ -154,6 +161,7 @@ def reference_kernels(reason: str) -> Kernels:
         attn_residual=attn_residual,
         route=route,
         moe_experts=moe_experts,
+        moe_experts_mxfp4=moe_experts,
         glu=glu,
         rms_norm=rms_norm,
     )
@@ -180,6 +188,7 @@ def cpu_kernels(reason: str) -> Kernels:
         kda_prefill=kda_prefill_cpu,
         mla=MLACPU(),
         latent_moe=latent_moe_cpu,
+        latent_moe_mxfp4=None,
         gated_mlp=gated_mlp_cpu,
     )
 
@@ -189,7 +198,7 @@ def triton_kernels(reason: str) -> Kernels:
     from k3vl.kernels.attn_residual.gpu import attn_residual
     from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
     from k3vl.kernels.mla.gpu import mla_decode, mla_prefill, mla_prefill_latent
-    from k3vl.kernels.moe.gpu import moe_experts_gpu, route_gpu
+    from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, route_gpu
 
     language = composed_kernels(
         name="triton",
@@ -202,6 +211,7 @@ def triton_kernels(reason: str) -> Kernels:
         attn_residual=attn_residual,
         route=route_gpu,
         moe_experts=moe_experts_gpu,
+        moe_experts_mxfp4=moe_experts_mxfp4_gpu,
         glu=glu,
         rms_norm=rms_norm,
     )

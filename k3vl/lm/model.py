@@ -24,6 +24,7 @@ from k3vl.parameters import linear, parameter
 if TYPE_CHECKING:
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
+    from k3vl.kernels.moe.experts import ExpertForm
     from k3vl.lm.batch import Batch
     from k3vl.lm.cache import HybridCache, KDAState
 
@@ -37,6 +38,7 @@ class Layer(nn.Module):
         index: int,
         kernels: Kernels,
         *,
+        experts: ExpertForm,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -58,7 +60,7 @@ class Layer(nn.Module):
         )
         self.mlp_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.mlp: LatentMoE | GatedMLP = (
-            LatentMoE(config, activation, kernels, dtype=dtype, device=device)
+            LatentMoE(config, activation, kernels, form=experts, dtype=dtype, device=device)
             if config.is_moe(index)
             else GatedMLP(
                 config.hidden_size,
@@ -82,16 +84,29 @@ class K3Model(nn.Module):
     """The whole language model; parameters are filled by ``k3vl.lm.weights``."""
 
     def __init__(
-        self, config: TextConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: TextConfig,
+        kernels: Kernels,
+        *,
+        experts: ExpertForm = "float",
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Allocate uninitialised weights."""
+        """Allocate uninitialised weights.
+
+        Args:
+            config: geometry.
+            kernels: what runs it.
+            experts: form of the routed experts' weights; one that ``kernels`` can run.
+            dtype, device: of all other weights.
+        """
         super().__init__()
-        self.config, self.kernels = config, kernels
+        self.config, self.kernels, self.experts = config, kernels, experts
         self.embedding = parameter(
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            Layer(config, i, kernels, dtype=dtype, device=device)
+            Layer(config, i, kernels, experts=experts, dtype=dtype, device=device)
             for i in range(config.num_hidden_layers)
         )
         self.final_read = ReadWeights(config, kernels, dtype=dtype, device=device)

@@ -19,21 +19,23 @@ from k3vl.kernels.rms_norm.cpu import normalise
 from k3vl.kernels.situ import caps
 
 if TYPE_CHECKING:
+    from k3vl.kernels.moe.experts import FloatExperts
     from k3vl.kernels.moe.latent import MoEWeights
 
 
-def latent_moe_cpu(x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+def latent_moe_cpu(x: torch.Tensor, weights: MoEWeights[FloatExperts]) -> torch.Tensor:
     """See :class:`k3vl.kernels.moe.latent.LatentMoEOp`."""
     w = weights
     check_shapes(x, w)
-    (experts, double, latent), (rows, width) = w.w13.shape, x.shape
-    assert w.w13.is_contiguous()
-    assert w.w2.is_contiguous()
+    (experts, double, latent), (rows, width) = w.experts.w13.shape, x.shape
+    assert w.experts.w13.is_contiguous()
+    assert w.experts.w2.is_contiguous()
     out = torch.empty(rows, width)
     _latent_moe(
         *(address(x), x.stride(0), rows, width, address(w.router), address(w.router_bias)),
         *(experts, w.top_k, w.renormalise, float(w.scale)),
-        *(0 if w.down is None else address(w.down), latent, address(w.w13), address(w.w2)),
+        *(0 if w.down is None else address(w.down), latent),
+        *(address(w.experts.w13), address(w.experts.w2)),
         *(double // 2, 0 if w.norm is None else address(w.norm), float(w.eps)),
         *(0 if w.up is None else address(w.up), address(w.shared_gate_up)),
         *(address(w.shared_down), w.shared_down.shape[1], *caps(w.activation)),

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from k3vl.errors import ShapeError
 from k3vl.kernels.choice import choose, cpu_kernels, reference_kernels
 from k3vl.kernels.compiled import EXACT, exp, floats, sigmoid, sources_digest, tanh
+from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.rms_norm import cpu as rms_norm_on_cpu
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -136,15 +137,18 @@ def test_gated_mlp(rows: int, width: int, inner: int, activation: GatedActivatio
     assert relative_error(glu_cpu(hidden.float(), activation), activate(hidden, activation)) < 1e-6
 
 
-def moe_weights(*, latent: int | None, norm: bool, activation: GatedActivation) -> MoEWeights:
+def moe_weights(
+    *, latent: int | None, norm: bool, activation: GatedActivation
+) -> MoEWeights[FloatExperts]:
     width, experts, inner, shared = 18, 6, 7, 9
     inside = latent or width
     return MoEWeights(
         router=normal(experts, width),
         router_bias=normal(experts),
         down=normal(inside, width) if latent else None,
-        w13=normal(experts, 2 * inner, inside),
-        w2=normal(experts, inside, inner),
+        experts=FloatExperts(
+            w13=normal(experts, 2 * inner, inside), w2=normal(experts, inside, inner)
+        ),
         norm=normal(inside) if norm else None,
         up=normal(width, inside, seed=1) if latent else None,
         shared_gate_up=normal(2 * shared, width),
@@ -157,7 +161,7 @@ def moe_weights(*, latent: int | None, norm: bool, activation: GatedActivation) 
     )
 
 
-def moe_by_hand(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+def moe_by_hand(x: torch.Tensor, w: MoEWeights[FloatExperts]) -> torch.Tensor:
     """One row in float64."""
     x = x.double()
     scores = torch.sigmoid(w.router.double() @ x)
@@ -168,8 +172,8 @@ def moe_by_hand(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
     latent = x if w.down is None else w.down.double() @ x
     routed = torch.zeros_like(latent)
     for share, e in zip(shares, chosen.tolist(), strict=True):
-        hidden = activate(w.w13[e].double() @ latent, w.activation)
-        routed += w.scale * share * (w.w2[e].double() @ hidden)
+        hidden = activate(w.experts.w13[e].double() @ latent, w.activation)
+        routed += w.scale * share * (w.experts.w2[e].double() @ hidden)
     if w.norm is not None:
         routed = routed * torch.rsqrt(routed.square().mean() + w.eps) * w.norm.double()
     if w.up is not None:
@@ -194,7 +198,7 @@ def test_idle_experts_have_no_influence() -> None:
     want = CPU.latent_moe(x, weights)
     scores = torch.sigmoid(weights.router @ x[0]) + weights.router_bias
     for e in scores.argsort()[:-2]:
-        weights.w13[e], weights.w2[e] = NAN, NAN
+        weights.experts.w13[e], weights.experts.w2[e] = NAN, NAN
     assert torch.equal(CPU.latent_moe(x, weights), want)
 
 
