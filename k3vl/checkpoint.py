@@ -1,8 +1,8 @@
-"""Checkpoint directories: safetensors shards to tensors, and back.
+"""Checkpoint directories: safetensors shards to tensors.
 
-Here: the shard index, the stored encodings (plain floats, MXFP4, int8), strict loading into
-tensors that exist already, and writing. Not here: which names a model has (``vision/weights.py``,
-``lm/table.py``), and what they add up to (``checkpoint_summary.py``).
+Here: the shard index, the stored encodings (plain floats, MXFP4, int8), and strict loading into
+tensors that exist already. Not here: writing (``checkpoint_writer.py``), which names a model has
+(``vision/weights.py``, ``lm/table.py``), and what they add up to (``checkpoint_summary.py``).
 
 A *logical* name (``X.weight``) is what a model calls a tensor. It is stored under one or two names:
 
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from k3vl.errors import WeightError
 from k3vl.kernels.int8 import dequantize_int8
@@ -468,68 +467,3 @@ def _dtype(spec: TensorSpec) -> str:
 
 def _shown(spec: TensorSpec) -> str:
     return f"{_dtype(spec)} {list(spec.shape)}"
-
-
-# ---------------------------------------------------------------------- writing
-
-
-def save_checkpoint(
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    json_files: Mapping[str, Mapping[str, Any]],
-    max_shard_bytes: int = 4 << 30,
-) -> None:
-    """Write stored tensors and configuration files as a checkpoint directory.
-
-    One file if everything fits into ``max_shard_bytes``, else numbered shards in the order given
-    and an index. A single tensor may exceed the limit; it then has a shard to itself.
-
-    Args:
-        directory: made if need be; must not hold weights yet.
-        tensors: stored name -> tensor, already encoded.
-        json_files: file name -> content (``config.json``, ...).
-        max_shard_bytes: of tensor data in one file.
-
-    Raises:
-        WeightError: the directory holds weights, or cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.glob("*.safetensors")) or (directory / INDEX_NAME).exists():
-            raise WeightError(f"{directory}: holds weights already; remove them first")
-        for name, content in json_files.items():
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            (directory / name).write_text(text, encoding="utf-8")
-        shards = _split(tensors, max_shard_bytes)
-        if len(shards) == 1:
-            _write_shard(shards[0], directory / SINGLE_NAME)
-            return
-        weight_map = {}
-        for number, shard in enumerate(shards, start=1):
-            file_name = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
-            _write_shard(shard, directory / file_name)
-            weight_map.update(dict.fromkeys(shard, file_name))
-        total = sum(t.nbytes for t in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as exc:
-        raise WeightError(f"{directory}: cannot be written ({exc})") from exc
-
-
-def _write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    # safetensors refuses views that share memory; clones own theirs.
-    own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}
-    save_file(own, path, metadata={"format": "pt"})
-
-
-def _split(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from k3vl.checkpoint import SINGLE_NAME, CheckpointReader, save_checkpoint
+from k3vl.checkpoint import SINGLE_NAME, CheckpointReader
 from k3vl.checkpoint_summary import PARTS, summarise_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import K3Config, load_config, parse_config
 from k3vl.errors import WeightError
 from k3vl.kernels.int8 import quantize_int8
