@@ -187,7 +187,7 @@ def write_slice(
 
 def _random_tensor(specs: Mapping[str, TensorSpec], seed: int, name: str) -> torch.Tensor:
     spec = specs[name]
-    generator = torch.Generator().manual_seed(seed << 32 | crc32(name.encode()))
+    generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
     if name.endswith("_packed"):
         return tensor.random_(0, 256, generator=generator)

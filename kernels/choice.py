@@ -107,6 +107,11 @@ class Kernels:
     gated_mlp: GatedMLPOp
     vision: VisionKernels = REFERENCE
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """Encodings of a checkpoint that a model keeps in memory; others are decoded at load."""
+        return frozenset() if self.latent_moe_mxfp4 is None else frozenset({"mxfp4"})
+
 
 def composed_kernels(
     *,

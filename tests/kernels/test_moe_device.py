@@ -14,9 +14,9 @@ from tests.device_only import META, device_only
 
 pytest.importorskip("triton")
 
-from k3vl.kernels.choice import triton_kernels  # noqa: E402 - where there is triton
-from k3vl.kernels.moe.gpu import FEW_PAIRS  # noqa: E402
-from k3vl.kernels.situ import SituGLU  # noqa: E402
+from k3vl.kernels.choice import triton_kernels
+from k3vl.kernels.moe.gpu import FEW_PAIRS
+from k3vl.kernels.situ import SituGLU
 
 K3 = parse_config(slice_config(4)).text
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +22,11 @@ from k3vl.config import load_config
 from k3vl.kernels.choice import Kernels, reference_kernels
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
-from k3vl.lm.model import K3Model
 from k3vl.lm.weights import load_model
 from k3vl.synthetic import slice_config, write_slice
+
+if TYPE_CHECKING:
+    from k3vl.lm.model import K3Model
 
 CPU = torch.device("cpu")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from k3vl.checkpoint import CheckpointReader
 from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import load_config
 from k3vl.errors import WeightError
-from k3vl.kernels.choice import Kernels
 from k3vl.lm.batch import Row
-from k3vl.lm.model import K3Model
 from k3vl.lm.weights import load_model, stored_tensors
 from k3vl.synthetic import slice_config, write_slice
 from tests.tiny import COMPILED, CPU, REFERENCE, Runner, tokens
+
+if TYPE_CHECKING:
+    from k3vl.kernels.choice import Kernels
+    from k3vl.lm.model import K3Model
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = Path(__file__).with_name("packed_check.py")
