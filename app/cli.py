@@ -432,8 +432,8 @@ def bench_slice(**values: Any) -> None:
     Its logits are compared with plain PyTorch's first. Figures are medians, with the middle half of
     the runs, and the share of what the device's own bandwidth and matrix rate allow.
     """
-    from k3vl.app.benching.slice import SliceOptions, show
-    from k3vl.app.benching.slice import bench_slice as run
+    from k3vl.app.slice_bench import SliceOptions, show
+    from k3vl.app.slice_bench import bench_slice as run
 
     options = SliceOptions(**values)
     for row in run(options):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import k3vl.app.benching.slice as module
-from k3vl.app.benching.cost import pass_work, prefill_work, weight_bytes
-from k3vl.app.benching.slice import SliceOptions, bench_slice
+import k3vl.app.slice_bench as module
 from k3vl.app.cli import cli
+from k3vl.app.slice_bench import SliceOptions, bench_slice
+from k3vl.app.slice_cost import pass_work, prefill_work, weight_bytes
 from k3vl.config import TextConfig, parse_config
 from k3vl.errors import BackendError, CapacityError, ConfigError
 from k3vl.kernels.bench.timing import Ceilings

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.app.benching.cost import Work, pass_work, prefill_work, weight_bytes
+from k3vl.app.slice_cost import Work, pass_work, prefill_work, weight_bytes
 from k3vl.config import parse_config
 from k3vl.errors import BackendError, Cancelled, CapacityError, ConfigError, K3VLError
 from k3vl.kernels.bench.about import describe
