@@ -113,6 +113,12 @@ class ComposedLatentMoE(Generic[E]):
         """See :class:`LatentMoEOp`."""
         w = weights
         check_shapes(x, w)
+        shared = self.gated_mlp(x, w.shared_gate_up, w.shared_down, w.activation)
+        return self.routed(x, w) + shared
+
+    def routed(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
+        """The layer without its shared experts, [N, D] -> [N, D]."""
+        w = weights
         chosen, experts = self.route(
             F.linear(x.float(), w.router),
             w.router_bias,
@@ -120,11 +126,9 @@ class ComposedLatentMoE(Generic[E]):
             renormalise=w.renormalise,
             scale=w.scale,
         )
-        routed = x if w.down is None else F.linear(x, w.down)
-        routed = self.moe_experts(routed, chosen, experts, w.experts, w.activation, w.norm, w.eps)
-        if w.up is not None:
-            routed = F.linear(routed, w.up)
-        return routed + self.gated_mlp(x, w.shared_gate_up, w.shared_down, w.activation)
+        latent = x if w.down is None else F.linear(x, w.down)
+        total = self.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
+        return total if w.up is None else F.linear(total, w.up)
 
 
 def check_shapes(x: torch.Tensor, weights: MoEWeights[E]) -> None:
