@@ -463,6 +463,16 @@ def bench_write(
     click.echo(f"{directory}: {total:,} bytes")
 
 
+@bench.command("load")
+@click.argument("directory", type=click.Path(path_type=Path))
+@device_option
+def bench_load(directory: Path, device: Device) -> None:
+    """Time how a checkpoint's language model comes into memory."""
+    from k3vl.app.load_bench import bench_load as run
+
+    click.echo(str(run(directory, device)))
+
+
 @cli.command()
 @device_option
 def doctor(device: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -154,6 +155,12 @@ def test_a_slice_is_written(tmp_path: Path) -> None:
     total = sum(path.stat().st_size for path in (tmp_path / "s").glob("*.safetensors"))
     written = int(done.output.split(": ")[1].split()[0].replace(",", ""))
     assert 0 < total - written < 40_000, "headers"
+    loaded = CliRunner().invoke(cli, ["bench", "load", str(tmp_path / "s"), "--device", "cpu"])
+    assert loaded.exit_code == 0, loaded.output
+    assert re.fullmatch(
+        r"\d\.\d\d GB stored, \d\.\d\d GB held \(experts: float\) in .* GB/s, peak .* GB\n",
+        loaded.output,
+    )
     again = CliRunner().invoke(cli, arguments)
     assert again.exit_code == 1
     assert "holds weights already" in again.output
