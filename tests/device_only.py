@@ -58,6 +58,8 @@ class NoHostAccess(TorchDispatchMode):
             raise HostAccessError(f"{func} waits for the device")
         if name == "lift_fresh":
             raise HostAccessError("torch.tensor copies from pageable memory")
+        if name == "where" and not all(isinstance(x, torch.Tensor) and x.dim() for x in args):
+            raise HostAccessError("torch.where copies a scalar to the device; masked_fill does not")
         if name in {"index", "index_put", "index_put_", "_index_put_impl_"}:
             masks = [i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8}]
             if masks:
@@ -87,8 +89,8 @@ def _require_one(func: object, devices: set[torch.device]) -> None:
 
 
 @contextmanager
-def device_only() -> Iterator[list[Launch]]:
-    """Refuse host access and record Triton launches; not for the interpreter's process."""
+def recorded() -> Iterator[list[Launch]]:
+    """Record Triton launches in place of doing them; not for the interpreter's process."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -102,7 +104,13 @@ def device_only() -> Iterator[list[Launch]]:
 
     launched, JITFunction.run = JITFunction.run, run
     try:
-        with _NoHostData(), NoHostAccess():
-            yield launches
+        yield launches
     finally:
         JITFunction.run = launched
+
+
+@contextmanager
+def device_only() -> Iterator[list[Launch]]:
+    """As :func:`recorded`, and refuse host access."""
+    with recorded() as launches, _NoHostData(), NoHostAccess():
+        yield launches

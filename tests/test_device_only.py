@@ -18,6 +18,7 @@ WAITS = {
     "unique": lambda x, i: i.unique(),
     "repeat": lambda x, i: x.repeat_interleave(i, 0),
     "tensor": lambda x, i: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
+    "where": lambda x, i: torch.where(x > 0, x, 0.0),
     "index list": lambda x, i: x[torch.tensor([0, 1])],
 }
 
