@@ -7,6 +7,7 @@ Source: Kimi K3 ``modeling_kimi_linear.py``; Kimi K3 report, sections 2.1 to 2.4
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,16 @@ if TYPE_CHECKING:
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
     from k3vl.kernels.moe.experts import ExpertForm
+    from k3vl.kernels.weight import Storage, Weight
     from k3vl.lm.batch import Batch
     from k3vl.lm.cache import HybridCache, KDAState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """``matrix`` [vocab, D], from hidden states to logits."""
+
+    matrix: Weight
 
 
 class Layer(nn.Module):
@@ -111,9 +120,21 @@ class K3Model(nn.Module):
         )
         self.final_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.head = linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.weights = HeadWeights(self.head.weight)
         self.stream: type[AttentionResidualStream | PlainStream] = (
             AttentionResidualStream if config.attn_res_block_size else PlainStream
         )
+
+    def bind(self, storage: Storage) -> None:
+        """Let every layer gather its weights anew; ``storage`` tells how matrices lie in memory.
+
+        Filling a parameter in place needs nothing of the kind.
+        """
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.attn.bind(storage)
+            layer.mlp.bind(storage)
+        self.weights = HeadWeights(storage.matrix(self.head.weight))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: HybridCache) -> torch.Tensor:
@@ -129,4 +150,4 @@ class K3Model(nn.Module):
         for layer, state in zip(self.layers, cache.layers, strict=True):
             layer(stream, batch, state)
         hidden = stream.read(self.final_read)[batch.logit_rows]
-        return self.kernels.linear(hidden, self.head.weight).float()
+        return self.kernels.linear(hidden, self.weights.matrix).float()

@@ -10,23 +10,24 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 
-from k3vl.kernels.moe.experts import Experts, FloatExperts
+from k3vl.kernels.moe.experts import CodedExperts, Experts, FloatExperts
 from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+from k3vl.kernels.weight import AsAllocated, as_rows
 from k3vl.lm.layers import GatedMLP, RMSNorm
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
     from k3vl.kernels.moe.experts import ExpertForm
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Storage
 
 _E = TypeVar("_E", bound=Experts)
 
@@ -64,21 +65,31 @@ class LatentMoE(nn.Module):
         self.shared = GatedMLP(
             d, config.shared_intermediate_size, activation, kernels, dtype=dtype, device=device
         )
-        self.experts: FloatExperts | Mxfp4Experts
+        self.config, self.activation, self.kernels = config, activation, kernels
+        self.experts: FloatExperts | Mxfp4Experts = (
+            self._float_experts(config, dtype, device)
+            if form == "float"
+            else self._packed_experts(config, device)
+        )
         self.run: Callable[[torch.Tensor], torch.Tensor]
-        if form == "float":
-            floats = self._float_experts(config, dtype, device)
-            self.experts = floats
-            self.run = partial(
-                kernels.latent_moe, weights=self._weights(config, activation, floats)
-            )
-        else:
-            assert kernels.latent_moe_mxfp4 is not None
-            packed = self._packed_experts(config, device)
-            self.experts = packed
-            self.run = partial(
-                kernels.latent_moe_mxfp4, weights=self._weights(config, activation, packed)
-            )
+        self.bind(AsAllocated())
+
+    def bind(self, storage: Storage) -> None:
+        """Gather what the op reads; ``storage`` tells how matrices lie in memory."""
+        ops = self.kernels
+        if isinstance(self.experts, Mxfp4Experts):
+            assert ops.latent_moe_mxfp4 is not None
+            packed = self._weights(storage, self.experts)
+            self.run = partial(ops.latent_moe_mxfp4, weights=packed)
+            return
+        w13, w2 = storage.matrices(self.w13), storage.matrices(self.w2)
+        if isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor):
+            floats = self._weights(storage, self.experts)
+            self.run = partial(ops.latent_moe, weights=floats)
+            return
+        assert ops.latent_moe_coded is not None
+        coded = CodedExperts(w13=tuple(map(as_rows, w13)), w2=tuple(map(as_rows, w2)))
+        self.run = partial(ops.latent_moe_coded, weights=self._weights(storage, coded))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]."""
@@ -101,19 +112,18 @@ class LatentMoE(nn.Module):
             self.register_buffer(name, getattr(packed, name))
         return packed
 
-    def _weights(
-        self, config: TextConfig, activation: GatedActivation, experts: _E
-    ) -> MoEWeights[_E]:
+    def _weights(self, storage: Storage, experts: _E) -> MoEWeights[_E]:
+        config, down, up = self.config, self.latent_down, self.latent_up
         return MoEWeights(
             router=self.router,
             router_bias=self.router_bias,
-            down=None if self.latent_down is None else self.latent_down.weight,
+            down=None if down is None else storage.matrix(down.weight),
             experts=experts,
             norm=None if self.latent_norm is None else self.latent_norm.weight,
-            up=None if self.latent_up is None else self.latent_up.weight,
-            shared_gate_up=self.shared.gate_up.weight,
-            shared_down=self.shared.down.weight,
-            activation=activation,
+            up=None if up is None else storage.matrix(up.weight),
+            shared_gate_up=storage.matrix(self.shared.gate_up.weight),
+            shared_down=storage.matrix(self.shared.down.weight),
+            activation=self.activation,
             top_k=config.num_experts_per_token,
             renormalise=config.moe_renormalize,
             scale=config.routed_scaling_factor,

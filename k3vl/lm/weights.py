@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from k3vl.checkpoint import Placement, StoredPlacement
+from k3vl.checkpoint import Placement, StoredPlacement, logical_tensors
+from k3vl.kernels.int8 import COLUMNS
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part
+from k3vl.kernels.weight import KeptCodes
 from k3vl.lm.kda import KimiDeltaAttention
-from k3vl.lm.mla import LowRankQuery
 from k3vl.lm.model import K3Model, Layer
 from k3vl.lm.moe import LatentMoE
 from k3vl.lm.table import expected_tensors
@@ -46,7 +47,8 @@ def load_model(
     """Build the language model and fill it from a checkpoint.
 
     Routed experts that are stored in 4 bits stay so where the kernels can run them: packed bytes go
-    from the mapped file, matrix by matrix, to their place on the device.
+    from the mapped file, matrix by matrix, to their place on the device. What is stored in 8 bits
+    stays so where the kernels read it.
 
     Raises:
         WeightError: a tensor is missing, left over, damaged or of the wrong shape.
@@ -56,8 +58,12 @@ def load_model(
     model = model.eval().requires_grad_(False)
     # K3 stores one A_log per channel of a head, of which one per head counts.
     products = [_ResidualQuery(read, path) for read, path in _reads(model)]
+    kept = KeptCodes()
+    coded = _coded(reader) if kernels.keeps_codes else frozenset()
     placements: dict[str, Placement | StoredPlacement] = {
-        PREFIX + name: Placement(target, leading=name.endswith(".A_log"))
+        PREFIX + name: StoredPlacement(tuple(target.shape), "int8", kept.taker(target))
+        if PREFIX + name in coded
+        else Placement(target, leading=name.endswith(".A_log"))
         for name, target in _targets(model)
     }
     for packed in _packed(model):
@@ -68,6 +74,7 @@ def load_model(
     reader.load_into(placements, prefixes=[PREFIX])
     for product in products:
         product.finish()
+    model.bind(kept)
     return model
 
 
@@ -84,11 +91,30 @@ def expert_form(reader: CheckpointReader, config: TextConfig, kernels: Kernels) 
     return "mxfp4" if len(packed) == 3 * config.num_experts * moe_layers > 0 else "float"
 
 
+_MULTIPLIED = ("proj.weight", "lm_head.weight", "w1.weight", "w2.weight", "w3.weight")
+"""How the names of matrices end that nothing but a product reads, ``kv_b_proj`` apart."""
+
+
+def _coded(reader: CheckpointReader) -> frozenset[str]:
+    """Matrices that products can read in the 8 bits that they are stored in."""
+    specs = {n: spec for n, spec in reader.specs().items() if n.startswith(PREFIX)}
+    return frozenset(
+        name
+        for name, tensor in logical_tensors(specs).items()
+        if tensor.encoding == "int8"
+        and tensor.scale is not None
+        and name.endswith(_MULTIPLIED)
+        and not name.endswith(".kv_b_proj.weight")
+        and not tensor.shape[1] // specs[tensor.scale].shape[1] % COLUMNS
+    )
+
+
 def stored_tensors(model: K3Model) -> dict[str, torch.Tensor]:
     """The way back: checkpoint name -> tensor, such that :func:`load_model` gives the same model.
 
-    Tensors are views of the model's own where they can be. Of a mixture only the product of norm
-    and projection is known; it is written as the norm, with a projection of ones.
+    None of its weights is kept in 8 bits. Tensors are views of its own where they can be. Of a
+    mixture only the product of norm and projection is known; it is written as the norm, with a
+    projection of ones.
     """
     specs = expected_tensors(model.config, quantized_experts=model.experts == "mxfp4")
     tensors: dict[str, torch.Tensor] = {}
@@ -177,7 +203,7 @@ def _kda(layer: KimiDeltaAttention, path: str) -> Iterator[tuple[str, torch.Tens
 def _mla(layer: MultiHeadLatentAttention, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     query, latent, shared, gate = layer.splits
     q_rows, kv_rows, gate_rows = layer.in_proj.weight.split([query, latent + shared, gate])
-    if isinstance(layer.query, LowRankQuery):
+    if layer.query is not None:
         yield f"{path}.q_a_proj.weight", q_rows
         yield f"{path}.q_a_layernorm.weight", layer.query.norm.weight
         yield f"{path}.q_b_proj.weight", layer.query.expand.weight

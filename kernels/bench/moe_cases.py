@@ -18,6 +18,7 @@ from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu, plan_gpu, route_gpu
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.situ import SituGLU
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,7 +153,7 @@ def _beside(
     w, here, beside = weights, torch.cuda.current_stream(), _second_stream()
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
-        shared = layer.gated_mlp(x, w.shared_gate_up, w.shared_down, w.activation)
+        shared = layer.gated_mlp(x, w.shared)
     routed = layer.routed(x, w)
     here.wait_stream(beside)
     return routed + shared
@@ -171,11 +172,11 @@ def _widened(weights: MoEWeights[Mxfp4Experts]) -> MoEWeights[Mxfp4Experts]:
     assert w.norm is not None
     return replace(
         w,
-        down=w.down.float(),
-        up=w.up.float(),
+        down=plain(w.down).float(),
+        up=plain(w.up).float(),
         norm=w.norm.float(),
-        shared_gate_up=w.shared_gate_up.float(),
-        shared_down=w.shared_down.float(),
+        shared_gate_up=plain(w.shared_gate_up).float(),
+        shared_down=plain(w.shared_down).float(),
     )
 
 

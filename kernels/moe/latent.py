@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.gated_mlp import GatedMLPWeights
 from k3vl.kernels.moe.experts import Experts
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     import torch
 
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
 
 E = TypeVar("E", bound=Experts)
 E_co = TypeVar("E_co", bound=Experts, covariant=True)
 E_contra = TypeVar("E_contra", bound=Experts, contravariant=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class MoEWeights(Generic[E_co]):
     """One layer's weights and how it routes.
 
@@ -46,17 +49,24 @@ class MoEWeights(Generic[E_co]):
 
     router: torch.Tensor
     router_bias: torch.Tensor
-    down: torch.Tensor | None
+    down: Weight | None
     experts: E_co
     norm: torch.Tensor | None
-    up: torch.Tensor | None
-    shared_gate_up: torch.Tensor
-    shared_down: torch.Tensor
+    up: Weight | None
+    shared_gate_up: Weight
+    shared_down: Weight
     activation: GatedActivation
     top_k: int
     renormalise: bool
     scale: float
     eps: float
+
+    @property
+    def shared(self) -> GatedMLPWeights:
+        """The shared experts as one gated MLP."""
+        return GatedMLPWeights(
+            gate_up=self.shared_gate_up, down=self.shared_down, activation=self.activation
+        )
 
 
 class LatentMoEOp(Protocol[E_contra]):
@@ -113,8 +123,7 @@ class ComposedLatentMoE(Generic[E]):
         """See :class:`LatentMoEOp`."""
         w = weights
         check_shapes(x, w)
-        shared = self.gated_mlp(x, w.shared_gate_up, w.shared_down, w.activation)
-        return self.routed(x, w) + shared
+        return self.routed(x, w) + self.gated_mlp(x, w.shared)
 
     def routed(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
         """The layer without its shared experts, [N, D] -> [N, D]."""
@@ -126,9 +135,9 @@ class ComposedLatentMoE(Generic[E]):
             renormalise=w.renormalise,
             scale=w.scale,
         )
-        latent = x if w.down is None else F.linear(x, w.down)
+        latent = x if w.down is None else F.linear(x, plain(w.down))
         total = self.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
-        return total if w.up is None else F.linear(total, w.up)
+        return total if w.up is None else F.linear(total, plain(w.up))
 
 
 def check_shapes(x: torch.Tensor, weights: MoEWeights[E]) -> None:
@@ -144,11 +153,11 @@ def check_shapes(x: torch.Tensor, weights: MoEWeights[E]) -> None:
         w.router.shape == (experts, width)
         and w.router_bias.shape == (experts,)
         and 0 < w.top_k <= experts
-        and (latent == width if w.down is None else w.down.shape == (latent, width))
-        and (latent == width if w.up is None else w.up.shape == (width, latent))
+        and (latent == width if w.down is None else tuple(w.down.shape) == (latent, width))
+        and (latent == width if w.up is None else tuple(w.up.shape) == (width, latent))
         and (w.norm is None or w.norm.shape == (latent,))
-        and w.shared_gate_up.shape == (2 * shared, width)
-        and w.shared_down.shape == (width, shared)
+        and tuple(w.shared_gate_up.shape) == (2 * shared, width)
+        and tuple(w.shared_down.shape) == (width, shared)
     )
     if not agree:
         raise ShapeError(
