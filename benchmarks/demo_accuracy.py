@@ -27,7 +27,7 @@ from k3vl.app.evaluation.labels import read_labels
 from k3vl.app.evaluation.report import provenance
 from k3vl.app.evaluation.run import ask_all, rows_of
 from k3vl.app.evaluation.scores import score, wilson
-from k3vl.checkpoint import save_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.demo.atlas import load_atlas
 from k3vl.demo.floor import NameFloor
 from k3vl.demo.heldout import splits, write_split

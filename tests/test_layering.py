@@ -14,10 +14,13 @@ LAYERS = (
     ("k3vl.demo", "k3vl.hf", "k3vl.sglang"),
     (
         *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
-        "k3vl.rollouts",
+        *("k3vl.rollouts", "k3vl.synthetic"),
     ),
     ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
-    ("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.parameters"),
+    (
+        *("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.checkpoint_writer"),
+        "k3vl.parameters",
+    ),
     ("k3vl.kernels",),
     ("k3vl.types", "k3vl.config"),
     ("k3vl.errors",),

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import start_processes
 
-from k3vl.checkpoint import save_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.demo.atlas import load_atlas
 from k3vl.demo.compose import IGNORED, Composer
 from k3vl.demo.convert import from_k3, to_k3

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.vision import REFERENCE
+from k3vl.kernels.vision_block import VisionBlockWeights
 from k3vl.kernels.vision_pos import resize_position_table, rotary_table, temporal_rows
 from k3vl.parameters import linear, parameter
 
@@ -98,12 +97,12 @@ class VisionTower(nn.Module):
         """
         self._check(patches, grids)
         lengths = [frames * rows * columns for frames, rows, columns in grids]
-        x = F.linear(self._normalise(patches), self.patch_weight.flatten(1))
+        x = self.kernels.linear(self._normalise(patches), self.patch_weight.flatten(1))
         x = x + self._positions(grids).to(x.dtype)
         rotary = torch.cat([self._rotation(grid) for grid in grids])
         for block in self.blocks:
             x = block(x, rotary, lengths)
-        x = rms_norm(x, self.final_norm, self.eps)
+        x = self.kernels.rms_norm(x, self.final_norm, self.eps)
         parts = torch.split(x, lengths)
         return torch.cat([merge(part, grid) for part, grid in zip(parts, grids, strict=True)])
 
@@ -175,27 +174,28 @@ class VisionBlock(nn.Module):
             config.vt_intermediate_size,
             config.qkv_hidden_size,
         )
-        self.heads = config.vt_num_attention_heads
-        self.eps = eps
         self.attention_norm = parameter(width, dtype=dtype, device=device)
         self.mlp_norm = parameter(width, dtype=dtype, device=device)
         self.qkv = linear(width, 3 * qkv, dtype, device)
         self.out = linear(qkv, width, dtype, device)
         self.up = linear(width, inner, dtype, device)
         self.down = linear(inner, width, dtype, device)
+        self.weights = VisionBlockWeights(
+            heads=config.vt_num_attention_heads,
+            attention_norm=self.attention_norm,
+            mlp_norm=self.mlp_norm,
+            qkv=self.qkv.weight,
+            out=self.out.weight,
+            up=self.up.weight,
+            down=self.down.weight,
+            eps=eps,
+        )
 
     def forward(
         self, x: torch.Tensor, rotary: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
         """Advance [P, width] by one block."""
-        qkv = self.qkv(rms_norm(x, self.attention_norm, self.eps))
-        heads = qkv.view(x.shape[0], 3 * self.heads, -1)  # [P, 3H, K]
-        turned = self.kernels.rotate(heads[:, : 2 * self.heads], rotary)
-        q, k, v = turned[:, : self.heads], turned[:, self.heads :], heads[:, 2 * self.heads :]
-        mixed = self.kernels.attention(q, k, v, lengths)
-        x = x + self.out(mixed.flatten(1))
-        hidden = self.up(rms_norm(x, self.mlp_norm, self.eps))
-        return x + self.down(F.gelu(hidden, approximate="tanh"))
+        return self.kernels.block(x, self.weights, rotary, lengths)
 
 
 def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:

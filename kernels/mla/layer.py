@@ -1,4 +1,4 @@
-"""What an MLA layer asks for between its projections, and its composition from smaller ops.
+"""A whole MLA layer and the op between its projections: contracts, compositions from smaller ops.
 
 Decode stays in the latent space (absorbed form), and so does prefill while expanding the latents of
 the whole sequence into keys and values would cost more than its few queries save. All read one
@@ -16,6 +16,10 @@ from k3vl.errors import ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from k3vl.kernels.linear import LinearOp
+    from k3vl.kernels.sequences import Sequences
+    from k3vl.kernels.weight import Weight
 
 
 class DecodeOp(Protocol):
@@ -91,6 +95,96 @@ class MLAOp(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class MLALayerWeights:
+    """One layer's weights, in the model's dtype.
+
+    Attributes:
+        splits: rows of ``in_proj``: the query's rank (or the queries themselves), latent R, shared
+            key part P, output gate (H V, or 0 for no gate).
+        in_proj: [sum of splits, D].
+        q_norm: [rank] and q_b: [H (M + P), rank], norm and expansion of the query's low rank; None
+            where ``in_proj`` makes queries.
+        kv_norm: [R].
+        kv_b: [H, M + V, R]; see :class:`MLAOp`.
+        o_proj: [D, H V].
+        scale: of the scores.
+        eps: of both norms.
+    """
+
+    splits: tuple[int, int, int, int]
+    in_proj: Weight
+    q_norm: torch.Tensor | None
+    q_b: Weight | None
+    kv_norm: torch.Tensor
+    kv_b: torch.Tensor
+    o_proj: Weight
+    scale: float
+    eps: float
+
+
+class MLALayerOp(Protocol):
+    """A whole gated MLA layer: [N, D] -> [N, D] in the dtype of ``x``.
+
+    Args:
+        x: [N, D].
+        weights: of the layer.
+        latents: [S, R + P], every token slot of the paged cache; the new tokens' rows are written.
+        sequences: which rows belong to which sequence, and what each sees.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: MLALayerWeights,
+        latents: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor:
+        """[N, D] -> [N, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedMLALayer:
+    """The layer as a sequence of ops."""
+
+    linear: LinearOp
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attend: MLAOp
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: MLALayerWeights,
+        latents: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor:
+        """See :class:`MLALayerOp`."""
+        w, attend = weights, self.attend
+        q, c, k_shared, gate = self.linear(x, w.in_proj).split(w.splits, dim=-1)
+        if w.q_norm is not None and w.q_b is not None:
+            q = self.linear(self.rms_norm(q, w.q_norm, w.eps), w.q_b)
+        q = q.unflatten(-1, (w.kv_b.shape[0], -1))
+        c = self.rms_norm(c, w.kv_norm, w.eps)
+        latents[sequences.cache_rows] = torch.cat([c, k_shared], dim=-1)
+
+        n = sequences.num_decodes
+        outputs = []
+        if n:
+            rows, lengths = sequences.decode_rows, sequences.decode_lens
+            outputs.append(attend.decode(q[:n], w.kv_b, latents, rows, lengths, w.scale))
+        parts = q[n:].split(sequences.prefill_lens)
+        for q_i, rows in zip(parts, sequences.prefill_rows, strict=True):
+            outputs.append(attend.prefill(q_i, w.kv_b, latents, rows, w.scale))
+        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
+        if w.splits[3]:
+            # K3's output gate, element by element before the output projection.
+            out = (out.float() * torch.sigmoid(gate.float())).to(out.dtype)
+        return self.linear(out, w.o_proj)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedMLA:
     """The op as products around the attention ops of :mod:`k3vl.kernels.mla`."""
@@ -156,6 +250,36 @@ def check_shapes(
             f"mla: q {tuple(q.shape)}, kv_b {tuple(kv_b.shape)}, latents {tuple(latents.shape)}"
         )
     return latent, nope, shared
+
+
+def check_weights(weights: MLALayerWeights, width: int) -> None:
+    """Refuse what does not belong together.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    w = weights
+    (heads, expanding, latent), (rank, own, shared, gate) = w.kv_b.shape, w.splits
+    queries = rank if w.q_b is None else w.q_b.shape[0]
+    nope = queries // heads - shared
+    value = expanding - nope
+    agree = (
+        own == latent
+        and tuple(w.in_proj.shape) == (sum(w.splits), width)
+        and queries == heads * (nope + shared)
+        and 0 < nope < expanding
+        and (w.q_b is None or w.q_b.shape[1] == rank)
+        and (w.q_norm is None) == (w.q_b is None)
+        and (w.q_norm is None or w.q_norm.shape == (rank,))
+        and w.kv_norm.shape == (latent,)
+        and gate in (0, heads * value)
+        and tuple(w.o_proj.shape) == (width, heads * value)
+    )
+    if not agree:
+        raise ShapeError(
+            f"mla: D {width}, splits {w.splits}, in_proj {tuple(w.in_proj.shape)}, "
+            f"kv_b {tuple(w.kv_b.shape)}, o_proj {tuple(w.o_proj.shape)}"
+        )
 
 
 def _absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

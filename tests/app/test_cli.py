@@ -68,7 +68,10 @@ def test_doctor_says_which_kernels_run_and_why() -> None:
     assert re.fullmatch(r"k3vl \S+, Python \S+, torch \S+", lines[0])
     assert re.fullmatch(r"device: cpu \(\S+\), float32 weights, .* GiB free, \d+ .*", lines[1])
     chosen = choose(torch.device("cpu"), torch.float32)
-    assert lines[2:] == [f"kernels: {chosen.name}, because {chosen.reason}"]
+    assert lines[2:] == [
+        f"kernels: {chosen.name}, because {chosen.reason}",
+        "experts of an MXFP4 checkpoint: are decoded to float32",
+    ]
 
 
 # ------------------------------------------------------------------ inspect

@@ -11,6 +11,7 @@ from k3vl.kernels.attn_residual import attn_residual
 from k3vl.kernels.gated_norm import gated_norm
 from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
 from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.short_conv import short_conv
 from k3vl.kernels.situ import SiluGLU, SituGLU, glu
@@ -194,4 +195,5 @@ def test_experts_sum_by_weight(count: int) -> None:
             e = int(choice[n, j])
             hidden = SiluGLU()(w13[e].double() @ x[n].double())
             want[n] += weights[n, j].double() * (w2[e].double() @ hidden.double())
-    assert relative_error(moe_experts(x, weights, choice, w13, w2, SiluGLU()), want) < 1e-6
+    got = moe_experts(x, weights, choice, FloatExperts(w13=w13, w2=w2), SiluGLU())
+    assert relative_error(got, want) < 1e-6
