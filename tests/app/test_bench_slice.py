@@ -118,11 +118,11 @@ def _tiny() -> TextConfig:
 
 
 def test_wrong_logits_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return right.rms_norm(x, weight, eps) * 1.01
+    def off(rows: torch.Tensor, query: torch.Tensor, norm: torch.Tensor, eps: float):
+        return right.attn_residual(rows, query, norm, eps) * 1.01
 
     right = reference_kernels("tests")
-    monkeypatch.setattr(module, "choose", lambda *_: replace(right, rms_norm=off))
+    monkeypatch.setattr(module, "choose", lambda *_: replace(right, attn_residual=off))
     monkeypatch.setattr(module, "_measure", lambda *_: pytest.fail("timed"))
     with pytest.raises(BackendError, match="logits are off by"):
         list(bench_slice(SMALL))
