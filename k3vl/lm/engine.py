@@ -28,7 +28,7 @@ from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets
 from k3vl.lm.prefix import page_keys
-from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
+from k3vl.lm.sampler import Forced, Sampler, check_sampling, choose, token_logprob
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
 from k3vl.lm.stats import EngineStats, StageTimes
@@ -345,12 +345,13 @@ class Engine:
 
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""
-        logits = iter(self._forward([self._row(job, 1) for job in jobs]))
+        logits = self._forward([self._row(job, 1) for job in jobs])
+        last = [job for job in jobs if job.sequence.num_pending == 1]
+        chosen = choose(logits, [job.sampler for job in last])
         for job in jobs:
-            last = job.sequence.num_pending == 1
             self.scheduler.advance(job.sequence, 1)
-            if last:
-                self._emit(job, job.sampler.choose(next(logits)))
+        for job, token_id in zip(last, chosen, strict=True):
+            self._emit(job, token_id)
 
     def _prefill(self, job: Job, count: int) -> None:
         """The next ``count`` tokens of a prompt."""
