@@ -65,6 +65,8 @@ class Kernels:
             a model is loaded.
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
         vision: of the tower.
+        recordable: nothing that decodes waits for the device or reads its values on the host, and
+            padding rows are skipped, so that a CUDA graph can hold a step.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Kernels:
     latent_moe_mxfp4: LatentMoEOp[Mxfp4Experts] | None
     gated_mlp: GatedMLPOp
     vision: VisionKernels = REFERENCE
+    recordable: bool = False
 
     @property
     def keeps_codes(self) -> bool:
@@ -219,7 +222,7 @@ def triton_kernels(reason: str) -> Kernels:
         glu=glu,
         rms_norm=rms_norm,
     )
-    return replace(language, vision=triton_vision())
+    return replace(language, vision=triton_vision(), recordable=True)
 
 
 SHARED_MEMORY = 227 << 10

@@ -25,10 +25,11 @@ from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
+from k3vl.lm.decode import decoder
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets
 from k3vl.lm.prefix import page_keys
-from k3vl.lm.sampler import Forced, Sampler, check_sampling, choose, token_logprob
+from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
 from k3vl.lm.stats import EngineStats, StageTimes
@@ -102,6 +103,7 @@ class Engine:
         self.model, self.encoder, self.config = model, encoder, config
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
+        self.decoder = decoder(model, self.cache)
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -257,6 +259,7 @@ class Engine:
         assert model.embedding.device == self.model.embedding.device
         self.scheduler.forget()
         self.model, self.encoder = model, encoder
+        self.decoder.renew(model)
 
     def cancel(self, request_id: int) -> None:
         """Free a request; unknown or ended ones are ignored."""
@@ -345,9 +348,9 @@ class Engine:
 
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""
-        logits = self._forward([self._row(job, 1) for job in jobs])
         last = [job for job in jobs if job.sequence.num_pending == 1]
-        chosen = choose(logits, [job.sampler for job in last])
+        rows = [self._row(job, 1) for job in jobs]
+        chosen = self.decoder.run(rows, [job.sampler for job in last])
         for job in jobs:
             self.scheduler.advance(job.sequence, 1)
         for job, token_id in zip(last, chosen, strict=True):

@@ -288,10 +288,14 @@ def pack(asks: Sequence[Ask], words: np.ndarray) -> None:
             row[:count], row[count:] = ask.bits[:count], 0
 
 
-def settle(sampled: torch.Tensor, asks: Sequence[Ask], choosers: Sequence[Chooser]) -> list[int]:
-    """Wait for what :func:`sample` has chosen and pass it on; rows behind ``asks`` are nobody's."""
+def settle(
+    sampled: torch.Tensor, asks: Sequence[Ask], choosers: Sequence[Chooser | None]
+) -> list[int]:
+    """Wait for what :func:`sample` has chosen and pass it on; returns the tokens of somebody."""
     token_ids = []
-    for row, ask, chooser in zip(sampled.tolist(), asks, choosers, strict=False):
+    for row, ask, chooser in zip(sampled.tolist(), asks, choosers, strict=True):
+        if chooser is None:
+            continue
         token_id, logprobs = row, None
         if isinstance(row, list):
             token_id = int(row[0])

@@ -22,7 +22,7 @@ def model(request, monkeypatch):
     """Every test runs with each implementation of the ops."""
     chosen = MODELS[request.param]
     monkeypatch.setitem(MODELS, "now", chosen)
-    monkeypatch.setattr("k3vl.lm.engine.choose", watching)
+    monkeypatch.setattr("k3vl.lm.decode.choose", watching)
     return chosen
 
 
