@@ -8,12 +8,14 @@ run draws new inputs from a printed seed. Usage: triton_check.py OP DEVICE
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import (
     CHUNK,
@@ -46,6 +48,13 @@ from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos.gpu import rotate
 from k3vl.kernels.vision_pos.reference import rotate_reference
+from k3vl.lm.batch import Row
+from k3vl.lm.cache import HybridCache, plan_cache
+from k3vl.lm.decode import DirectDecode, EagerRunner, GraphRunner, StaticDecode
+from k3vl.lm.model import K3Model
+from k3vl.lm.sampler import Sampler
+from k3vl.types import SamplingParams
+from tests.tiny import TRITON, fill
 
 DEVICE = torch.device(sys.argv[2])
 ON_GPU = DEVICE.type == "cuda"
@@ -454,12 +463,62 @@ def check_pixels() -> Iterator[str]:
         yield f"{dtype}"
 
 
+def check_decode_step() -> Iterator[str]:
+    """Whole steps of a tiny K3 on fixed memory, as graphs where there are any: growing, padded."""
+    reference, ours = (
+        K3Model(TRITON, kernels, dtype=torch.float32, device=DEVICE).eval()
+        for kernels in (reference_kernels("a check"), triton_kernels("a check"))
+    )
+    fill(reference)
+    ours.load_state_dict(reference.state_dict())
+    sizes = plan_cache(TRITON, torch.float32, budget_bytes=2**21, page_size=16)
+    caches = [HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(2)]
+    for cache in caches:
+        cache.buffer.view(torch.float32).fill_(float("nan"))
+    units = iter(torch.randperm(sizes.num_units).tolist())
+    rows = [
+        Row(
+            token_ids=[number],
+            context_len=0,
+            slot=[next(units) for _ in range(sizes.units_per_slot)],
+            pages=[next(units) for _ in range(2)],
+        )
+        for number in range(5)
+    ]
+    for cache in caches:
+        for row in rows:
+            cache.clear(row.slot)
+    static = StaticDecode(ours, caches[0], GraphRunner() if ON_GPU else EagerRunner())
+    direct = DirectDecode(reference, caches[1])
+    for step in range(20 if ON_GPU else 4):
+        count = (1, 3, 5, 2)[step % 4]
+        kinds = [{"temperature": 1.0, "seed": step}, {"logprobs": 2}, {}]
+        params = [SamplingParams(**kinds[i % 3]) for i in range(count)]
+        samplers = [[Sampler(p) for p in params] for _ in range(2)]
+        got = static.run(rows[:count], samplers[0])
+        assert got == direct.run(rows[:count], samplers[1]), f"step {step} of {count}"
+        for mine, theirs in zip(*samplers, strict=True):
+            if mine.logprobs is not None:
+                assert abs(mine.logprobs.logprob - theirs.logprobs.logprob) < 1e-3
+        for i, token in enumerate(got):
+            row = replace(rows[i], token_ids=[token], context_len=rows[i].context_len + 1)
+            rows[i] = row
+        mine, theirs = (cache.units[[u for r in rows for u in r.slot]] for cache in caches)
+        mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
+        close("states and windows", mine, theirs.double(), 1e-4)
+    owned = {unit for row in rows for unit in (*row.slot, *row.pages)}
+    free = [unit for unit in range(sizes.num_units) if unit not in owned]
+    assert caches[0].units[free].view(torch.float32).isnan().all(), "nobody's units stay"
+    yield "steps of 1, 3, 5 and 2 rows"
+
+
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
     "kda_prefill": (check_kda_prefill, check_kda_snapshots),
     "mla_decode": (check_mla_decode, check_mla_decode_pages, check_mla_store, check_mla_values),
     "mla_prefill": (check_mla_prefill,),
     "attn_residual": (check_attn_residual,),
+    "decode_step": (check_decode_step,),
     "vision": (check_vision, check_pixels),
 }
 
