@@ -62,7 +62,7 @@ TRITON = dataclasses.replace(
     kv_lora_rank=32,
     qk_nope_head_dim=16,
     qk_rope_head_dim=16,
-    v_head_dim=16,
+    v_head_dim=32,
 )
 """The smallest widths that the Triton kernels take."""
 
