@@ -225,7 +225,7 @@ def sample(
 def _draw(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
     """A token from every row's cut-off distribution; a greedy row's is not used."""
     temperature, top_k, top_p, uniform = (x.unsqueeze(-1) for x in params[:, :4].unbind(-1))
-    temperature = torch.where(temperature > 0, temperature, 1.0).float()
+    temperature = temperature.masked_fill(temperature == 0, 1.0).float()
     probabilities, ids = torch.softmax(logits / temperature, -1).sort(
         dim=-1, descending=True, stable=True
     )
@@ -234,7 +234,7 @@ def _draw(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
     keep = (top_k == 0) | (rank < top_k)
     # A token stays while the mass before it is below top_p; the likeliest always stays.
     keep &= probabilities.cumsum(-1) - probabilities < top_p.float()
-    mass = torch.where(keep, probabilities, 0.0).double().cumsum(-1)
+    mass = probabilities.masked_fill(~keep, 0.0).double().cumsum(-1)
     total = mass[:, -1:].contiguous()
     drawn = torch.searchsorted(mass, uniform * total, right=True)
     # Rounding may take the product up to the total; the draw is then the last that stays.
