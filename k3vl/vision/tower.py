@@ -144,10 +144,8 @@ class VisionTower(nn.Module):
             )
 
     def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
-        where, dtype = self.patch_weight.device, self.patch_weight.dtype
-        if where.type == "cuda" and patches.device.type == "cpu":
-            patches = patches.pin_memory()
-        patches = patches.to(where, non_blocking=True)
+        patches = patches.to(self.patch_weight.device, non_blocking=True)
+        dtype = self.patch_weight.dtype
         if patches.dtype == torch.uint8:
             return self.kernels.normalise_pixels(patches, self.mean, self.std, dtype)
         return patches.flatten(1).to(dtype)
