@@ -17,7 +17,13 @@ from k3vl.kernels.gated_mlp import ComposedGatedMLP
 from k3vl.kernels.kda import kda_decode, kda_prefill
 from k3vl.kernels.kda.layer import ComposedKDA
 from k3vl.kernels.linear import linear
-from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
+from k3vl.kernels.mla import (
+    mla_decode,
+    mla_prefill,
+    mla_prefill_latent,
+    mla_store,
+    mla_values,
+)
 from k3vl.kernels.mla.layer import ComposedMLA, ComposedMLALayer
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.latent import ComposedLatentMoE
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import DecodeOp, MLALayerOp
+    from k3vl.kernels.mla.layer import DecodeOp, MLALayerOp, StoreOp, ValuesOp
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -59,6 +65,8 @@ class Kernels:
             a model is loaded.
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
         vision: of the tower.
+        recordable: nothing that decodes waits for the device or reads its values on the host, and
+            padding rows are skipped, so that a CUDA graph can hold a step.
     """
 
     name: str
@@ -74,6 +82,7 @@ class Kernels:
     latent_moe_mxfp4: LatentMoEOp[Mxfp4Experts] | None
     gated_mlp: GatedMLPOp
     vision: VisionKernels = REFERENCE
+    recordable: bool = False
 
     @property
     def keeps_codes(self) -> bool:
@@ -95,6 +104,8 @@ def composed_kernels(
     mla_decode: DecodeOp,
     mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
+    mla_store: StoreOp,
+    mla_values: ValuesOp,
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
     route: RouteOp,
     moe_experts: ExpertsOp[FloatExperts],
@@ -119,6 +130,8 @@ def composed_kernels(
                 mla_decode=mla_decode,
                 mla_prefill=mla_prefill,
                 mla_prefill_latent=mla_prefill_latent,
+                mla_store=mla_store,
+                mla_values=mla_values,
             ),
         ),
         latent_moe=ComposedLatentMoE(route=route, moe_experts=moe_experts, gated_mlp=gated_mlp),
@@ -140,6 +153,8 @@ def reference_kernels(reason: str) -> Kernels:
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
+        mla_store=mla_store,
+        mla_values=mla_values,
         attn_residual=attn_residual,
         route=route,
         moe_experts=moe_experts,
@@ -181,7 +196,13 @@ def triton_kernels(reason: str) -> Kernels:
     """Attention, states, mixtures and experts in Triton; plain matrix products from PyTorch."""
     from k3vl.kernels.attn_residual.gpu import attn_residual
     from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
-    from k3vl.kernels.mla.gpu import mla_decode, mla_prefill, mla_prefill_latent
+    from k3vl.kernels.mla.gpu import (
+        mla_decode,
+        mla_prefill,
+        mla_prefill_latent,
+        mla_store,
+        mla_values,
+    )
     from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, route_gpu
 
     language = composed_kernels(
@@ -192,6 +213,8 @@ def triton_kernels(reason: str) -> Kernels:
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
+        mla_store=mla_store,
+        mla_values=mla_values,
         attn_residual=attn_residual,
         route=route_gpu,
         moe_experts=moe_experts_gpu,
@@ -199,7 +222,7 @@ def triton_kernels(reason: str) -> Kernels:
         glu=glu,
         rms_norm=rms_norm,
     )
-    return replace(language, vision=triton_vision())
+    return replace(language, vision=triton_vision(), recordable=True)
 
 
 SHARED_MEMORY = 227 << 10

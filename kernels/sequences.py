@@ -18,7 +18,8 @@ class Sequences(Protocol):
             from the first of them.
         ends: [P] int64, the row behind the last token of each; padding follows.
         cache_rows: [N] int64, where each row's latent is written.
-        decode_rows: [num_decodes, L] int64 and decode_lens: [num_decodes] int64, latents seen.
+        decode_rows: [num_decodes, L] int64, where the pages of ``page`` latents begin that each of
+            these sequences sees, and decode_lens: [num_decodes] int64, how many latents that are.
         prefill_rows: per other sequence [L_i] int64, all latents it sees.
     """
 
@@ -36,5 +37,7 @@ class Sequences(Protocol):
     def decode_rows(self) -> torch.Tensor: ...  # noqa: D102
     @property
     def decode_lens(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def page(self) -> int: ...  # noqa: D102
     @property
     def prefill_rows(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102

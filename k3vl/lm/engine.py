@@ -25,6 +25,7 @@ from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
+from k3vl.lm.decode import decoder
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets
 from k3vl.lm.prefix import page_keys
@@ -102,6 +103,7 @@ class Engine:
         self.model, self.encoder, self.config = model, encoder, config
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
+        self.decoder = decoder(model, self.cache)
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -257,6 +259,7 @@ class Engine:
         assert model.embedding.device == self.model.embedding.device
         self.scheduler.forget()
         self.model, self.encoder = model, encoder
+        self.decoder.renew(model)
 
     def cancel(self, request_id: int) -> None:
         """Free a request; unknown or ended ones are ignored."""
@@ -345,12 +348,13 @@ class Engine:
 
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""
-        logits = iter(self._forward([self._row(job, 1) for job in jobs]))
+        last = [job for job in jobs if job.sequence.num_pending == 1]
+        rows = [self._row(job, 1) for job in jobs]
+        chosen = self.decoder.run(rows, [job.sampler for job in last])
         for job in jobs:
-            last = job.sequence.num_pending == 1
             self.scheduler.advance(job.sequence, 1)
-            if last:
-                self._emit(job, job.sampler.choose(next(logits)))
+        for job, token_id in zip(last, chosen, strict=True):
+            self._emit(job, token_id)
 
     def _prefill(self, job: Job, count: int) -> None:
         """The next ``count`` tokens of a prompt."""

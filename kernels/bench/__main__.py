@@ -18,6 +18,7 @@ import torch
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.bench.attention_cases import (
     attn_residual_cases,
+    mla_around_cases,
     mla_decode_cases,
     mla_prefill_cases,
     small_vision_cases,
@@ -36,6 +37,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "attn_residual": attn_residual_cases,
     "kda_prefill": prefill_cases,
     "mla_decode": mla_decode_cases,
+    "mla_around": mla_around_cases,
     "mla_prefill": mla_prefill_cases,
     "vision_attention": vision_cases,
     "vision_small": small_vision_cases,

@@ -109,6 +109,7 @@ def _contexts(sequences: Sequences) -> np.ndarray:
     found, n = np.empty((sequences.num_decodes + len(sequences.prefill_lens), 3), np.int64), 0
     if n := sequences.num_decodes:
         rows = sequences.decode_rows
+        assert sequences.page == 1
         assert rows.shape[0] == n
         assert rows.is_contiguous()
         first = address(rows, torch.int64)

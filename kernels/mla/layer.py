@@ -8,14 +8,17 @@ cache of [c | k_r] rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.mla.reference import gated, mla_values_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from k3vl.kernels.linear import LinearOp
     from k3vl.kernels.sequences import Sequences
@@ -33,16 +36,34 @@ class DecodeOp(Protocol):
         lengths: torch.Tensor,
         latent_width: int,
         scale: float,
+        page: int,
     ) -> torch.Tensor:
         """[B, H, R]."""
 
 
+StoreOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], None]"
+"""See :func:`k3vl.kernels.mla.mla_store`."""
+ValuesOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
+"""See :func:`k3vl.kernels.mla.mla_values`."""
+
+
 class MLAOp(Protocol):
-    """Attention over cached latents, from queries to the mixtures of values.
+    """The cache of latents, and attention over it from queries to gated mixtures of values.
 
     ``kv_b`` [H, M + V, R] holds every head's key rows, then its value rows; a query is M values
     for those keys, then P for the part of the keys that all heads share.
     """
+
+    def store(
+        self,
+        c: torch.Tensor,
+        shared: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """Normalise and write new latents; see :func:`k3vl.kernels.mla.mla_store`."""
 
     def decode(
         self,
@@ -52,6 +73,8 @@ class MLAOp(Protocol):
         rows: torch.Tensor,
         lengths: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
+        page: int = 1,
     ) -> torch.Tensor:
         """One token of every sequence.
 
@@ -59,13 +82,16 @@ class MLAOp(Protocol):
             q: [B, H, M + P].
             kv_b: [H, M + V, R].
             latents: [S, R + P], every token slot of the paged cache.
-            rows: [B, L] int64, the cache rows of every sequence in order; padded with any valid
-                row.
-            lengths: [B] int64, how many of them count, the current token among them.
+            rows: [B, L] int64, the cache rows at which the pages of every sequence begin, in
+                order; padded with any valid row.
+            lengths: [B] int64, how many tokens count, the current one among them; 0 is padding,
+                whose result is zero.
             scale: of the scores, ``(M + P) ** -0.5``.
+            gate: [B, H V] logits, whose sigmoid multiplies the result; None for no gate.
+            page: tokens of a page.
 
         Returns:
-            [B, H, V] in the dtype of ``q``. Rows past a sequence's length have no influence,
+            [B, H V] in the dtype of ``q``. Rows past a sequence's length have no influence,
             whatever they hold.
 
         Raises:
@@ -79,6 +105,7 @@ class MLAOp(Protocol):
         latents: torch.Tensor,
         rows: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The last T tokens of one sequence.
 
@@ -86,9 +113,10 @@ class MLAOp(Protocol):
             q: [T, H, M + P].
             kv_b, latents, scale: as in :meth:`decode`.
             rows: [L] int64, the cache rows of the sequence in order, L >= T.
+            gate: [T, H V] or None.
 
         Returns:
-            [T, H, V] in the dtype of ``q``.
+            [T, H V] in the dtype of ``q``.
 
         Raises:
             ShapeError: the shapes disagree.
@@ -167,21 +195,22 @@ class ComposedMLALayer:
         if w.q_norm is not None and w.q_b is not None:
             q = self.linear(self.rms_norm(q, w.q_norm, w.eps), w.q_b)
         q = q.unflatten(-1, (w.kv_b.shape[0], -1))
-        c = self.rms_norm(c, w.kv_norm, w.eps)
-        latents[sequences.cache_rows] = torch.cat([c, k_shared], dim=-1)
+        attend.store(c, k_shared, w.kv_norm, w.eps, latents, sequences.cache_rows)
 
-        n = sequences.num_decodes
+        counts = (sequences.num_decodes, *sequences.prefill_lens)
+        gates = gate.split(counts) if w.splits[3] else (None,) * len(counts)
         outputs = []
-        if n:
-            rows, lengths = sequences.decode_rows, sequences.decode_lens
-            outputs.append(attend.decode(q[:n], w.kv_b, latents, rows, lengths, w.scale))
-        parts = q[n:].split(sequences.prefill_lens)
-        for q_i, rows in zip(parts, sequences.prefill_rows, strict=True):
-            outputs.append(attend.prefill(q_i, w.kv_b, latents, rows, w.scale))
-        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
-        if w.splits[3]:
-            # K3's output gate, element by element before the output projection.
-            out = (out.float() * torch.sigmoid(gate.float())).to(out.dtype)
+        if n := sequences.num_decodes:
+            where = (sequences.decode_rows, sequences.decode_lens, w.scale)
+            outputs.append(
+                attend.decode(q[:n], w.kv_b, latents, *where, gate=gates[0], page=sequences.page)
+            )
+        parts = zip(
+            q[n:].split(sequences.prefill_lens), sequences.prefill_rows, gates[1:], strict=True
+        )
+        for q_i, rows, gate_i in parts:
+            outputs.append(attend.prefill(q_i, w.kv_b, latents, rows, w.scale, gate=gate_i))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.linear(out, w.o_proj)
 
 
@@ -192,6 +221,20 @@ class ComposedMLA:
     mla_decode: DecodeOp
     mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+    mla_store: StoreOp
+    mla_values: ValuesOp
+
+    def store(
+        self,
+        c: torch.Tensor,
+        shared: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """See :class:`MLAOp`."""
+        self.mla_store(c, shared, norm_weight, eps, latents, rows)
 
     def decode(
         self,
@@ -201,12 +244,14 @@ class ComposedMLA:
         rows: torch.Tensor,
         lengths: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
+        page: int = 1,
     ) -> torch.Tensor:
         """Absorbed form; see :class:`MLAOp`."""
         latent, nope, _ = check_shapes(q, kv_b, latents)
         absorbed = _absorb(q, kv_b[:, :nope])
-        mixed = self.mla_decode(absorbed, latents, rows, lengths, latent, scale)
-        return _values(mixed, kv_b[:, nope:])
+        mixed = self.mla_decode(absorbed, latents, rows, lengths, latent, scale, page)
+        return self.mla_values(mixed, kv_b[:, nope:], gate)
 
     def prefill(
         self,
@@ -215,6 +260,7 @@ class ComposedMLA:
         latents: torch.Tensor,
         rows: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The cheaper form for T queries; see :class:`MLAOp`."""
         latent, nope, shared = check_shapes(q, kv_b, latents)
@@ -223,12 +269,13 @@ class ComposedMLA:
         if q.shape[0] * (2 * latent + shared - q.shape[-1] - expanding + nope) < latent * expanding:
             absorbed = _absorb(q, kv_b[:, :nope])
             mixed = self.mla_prefill_latent(absorbed, context, latent, scale)
-            return _values(mixed, kv_b[:, nope:])
+            return mla_values_reference(mixed, kv_b[:, nope:], gate)
         c, k_shared = context.split([latent, shared], dim=-1)
         expanded = (c @ kv_b.flatten(0, 1).mT).unflatten(-1, (heads, -1))
         k, v = expanded.split([nope, expanding - nope], dim=-1)
         common = k_shared.unsqueeze(1).expand(-1, heads, -1)
-        return self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
+        out = self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
+        return gated(out.flatten(1), gate)
 
 
 def check_shapes(
@@ -287,8 +334,3 @@ def _absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     q_nope, q_shared = q.split([keys.shape[1], q.shape[-1] - keys.shape[1]], dim=-1)
     absorbed = (q_nope.transpose(0, 1) @ keys).transpose(0, 1)
     return torch.cat([absorbed, q_shared], dim=-1)
-
-
-def _values(mixed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Mixtures of latents [N, H, R] -> mixtures of values [N, H, V]."""
-    return (mixed.transpose(0, 1) @ values.mT).transpose(0, 1)
