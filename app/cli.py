@@ -9,27 +9,28 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from k3vl import __version__
-from k3vl.app.caption_flags import (
+from k3vl.app.bench_cli import bench
+from k3vl.app.caption_flags import caption_options, options_of
+from k3vl.app.extras import needs_extra
+from k3vl.app.flags import (
     api_key_option,
     base_url_option,
-    caption_options,
-    options_of,
+    count_option,
+    device_option,
+    model_option,
 )
-from k3vl.app.extras import needs_extra
 from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import ConfigError, K3VLError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from k3vl.load import Device
-
-    _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 EXIT_NOTHING_DONE = 1
 EXIT_ITEM_ERRORS = 2
@@ -66,22 +67,6 @@ class _Group(click.Group):
 @click.version_option(__version__)
 def cli() -> None:
     """Kimi K3 looks at pictures and video."""
-
-
-model_option = click.option(
-    "--model",
-    default="demo",
-    show_default=True,
-    metavar="demo|DIR",
-    help="Checkpoint directory, or the small model that comes with the package.",
-)
-device_option = click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where the model runs.",
-)
 
 
 @cli.command()
@@ -150,12 +135,6 @@ def demo(
     run_demo(settings, say=click.echo)
 
 
-def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Command], _Command]:
-    """An option for a positive number."""
-    kind = click.IntRange(min=least)
-    return click.option(name, default=default, show_default=True, type=kind, help=text)
-
-
 @cli.command()
 @click.option(
     "--model",
@@ -207,19 +186,19 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
     help="Also fetch media from loopback, private and link-local addresses.",
 )
 @click.option("--cors-origin", multiple=True, help="Web origin that may call; * is any.")
-@_count("--max-running", 32, "Requests that generate at once.")
-@_count("--max-waiting", 64, "Requests that wait; more are sent away with 429.", 0)
-@_count("--media-prefills", 1, "Requests with media on the way to their first token at once.")
-@_count("--max-images", 512, "Pictures of a request.", 0)
-@_count("--max-videos", 16, "Clips of a request.", 0)
-@_count("--max-choices", 8, "Largest n.")
-@_count("--max-body-mib", 40, "Size of a request body.")
-@_count("--max-media-mib", 256, "Size of a picture or clip, decoded from base64 or fetched.")
-@_count("--default-max-tokens", 1024, "Length of answers where the request names none.")
-@_count("--media-workers", 2, "Processes that decode media.")
+@count_option("--max-running", 32, "Requests that generate at once.")
+@count_option("--max-waiting", 64, "Requests that wait; more are sent away with 429.", 0)
+@count_option("--media-prefills", 1, "Requests with media on the way to their first token at once.")
+@count_option("--max-images", 512, "Pictures of a request.", 0)
+@count_option("--max-videos", 16, "Clips of a request.", 0)
+@count_option("--max-choices", 8, "Largest n.")
+@count_option("--max-body-mib", 40, "Size of a request body.")
+@count_option("--max-media-mib", 256, "Size of a picture or clip, decoded from base64 or fetched.")
+@count_option("--default-max-tokens", 1024, "Length of answers where the request names none.")
+@count_option("--media-workers", 2, "Processes that decode media.")
 @click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
-@_count("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
-@_count("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
+@count_option("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
+@count_option("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
 @click.option(
     "--engine",
     type=click.Choice(["embedded", "sglang"]),
@@ -258,7 +237,7 @@ def serve(**options: Any) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Compose the whole held-out table from these drawings; see docs/demo.",
 )
-@_count("--items", 200, "Questions of a split, with --atlas.")
+@count_option("--items", 200, "Questions of a split, with --atlas.")
 @click.option(
     "--blanks",
     type=click.IntRange(min=0),
@@ -273,7 +252,7 @@ def serve(**options: Any) -> None:
 @device_option
 @base_url_option
 @api_key_option
-@_count("--in-flight", 16, "Questions in the works at once.")
+@count_option("--in-flight", 16, "Questions in the works at once.")
 def evaluate(quick: bool, **values: Any) -> None:
     """Measure right answers: files on disk through processor, model and parser.
 
@@ -393,94 +372,7 @@ def checkpoint(directory: Path, memory: int | None, device: Device) -> None:
         sys.exit(1)
 
 
-@cli.group()
-def bench() -> None:
-    """Measure K3's own dimensions without its weights: slices with random ones."""
-
-
-layers_option = _count("--layers", 5, "Layers, in K3's pattern; the first has a dense MLP.", 2)
-experts_option = click.option(
-    "--experts", type=click.IntRange(min=16), help="Routed experts of a layer.  [default: 896]"
-)
-tiny_option = click.option("--tiny", is_flag=True, help="Small numbers in place of K3's.")
-
-
-def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """A list like 1,32."""
-    fields = value.split(",") if value else []
-    if not all(field.isdecimal() and int(field) for field in fields):
-        raise click.BadParameter(f"{value!r}: numbers with commas between them are wanted")
-    return tuple(map(int, fields))
-
-
-@bench.command("slice")
-@layers_option
-@experts_option
-@tiny_option
-@click.option(
-    "--prefill",
-    default="1024,4096,16384,32768",
-    show_default=True,
-    callback=_numbers,
-    help="Lengths of prompts.",
-)
-@click.option(
-    "--decode", default="1,32", show_default=True, callback=_numbers, help="Requests at once."
-)
-@_count("--context", 512, "Tokens of the prompts of requests that decode.")
-@_count("--pass-tokens", 8192, "Most tokens of a prefill pass, and of a page.", 16)
-@_count("--repeat", 21, "Timed runs of each.", 2)
-@click.option("--seed", default=0, show_default=True, help="Of weights and prompts.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Append JSON Lines here."
-)
-@click.option("--commit", help="Of the code, where there is no repository.")
-@device_option
-def bench_slice(**values: Any) -> None:
-    """Time the whole engine on a slice whose weights are drawn on the device.
-
-    Its logits are compared with plain PyTorch's first. Figures are medians, with the middle half of
-    the runs, and the share of what the device's own bandwidth and matrix rate allow.
-    """
-    from k3vl.app.slice_bench import SliceOptions, show
-    from k3vl.app.slice_bench import bench_slice as run
-
-    options = SliceOptions(**values)
-    for row in run(options):
-        click.echo(show(row, options))
-
-
-@bench.command("write")
-@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@layers_option
-@experts_option
-@tiny_option
-@_count("--shard-mib", 1024, "Size of a file; as much is held in memory.")
-@click.option("--seed", default=0, show_default=True, help="Of the weights.")
-def bench_write(
-    directory: Path,
-    layers: int,
-    experts: int | None,
-    tiny: bool,
-    shard_mib: int,
-    seed: int,
-) -> None:
-    """Write a slice as a checkpoint: K3's names, shapes and MXFP4 packing, random weights."""
-    from k3vl.synthetic import slice_config, write_slice
-
-    content = slice_config(layers, experts=experts, tiny=tiny)
-    total = write_slice(directory, content, seed=seed, max_shard_bytes=shard_mib << 20)
-    click.echo(f"{directory}: {total:,} bytes")
-
-
-@bench.command("load")
-@click.argument("directory", type=click.Path(path_type=Path))
-@device_option
-def bench_load(directory: Path, device: Device) -> None:
-    """Time how a checkpoint's language model comes into memory."""
-    from k3vl.app.load_bench import bench_load as run
-
-    click.echo(str(run(directory, device)))
+cli.add_command(bench)
 
 
 @cli.command()
