@@ -8,14 +8,16 @@ result is to the last bit what the decoded matrix gives.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
-from k3vl.kernels.compiled import EXACT, address, alive, ints
+from k3vl.kernels.compiled import EXACT, address, alive, compiled_pointer, ints
 from k3vl.kernels.int8 import Int8Weight
 from k3vl.kernels.tile import COLUMNS, ROWS, block, decode
 from k3vl.kernels.weight import pieces
@@ -34,7 +36,7 @@ _one_by_one = block(1, 1, coded=False)
 _one_coded = block(1, 8, coded=True)
 _one_by_one_coded = block(1, 1, coded=True)
 
-_HEADER, _PIECE = 3, 4
+_HEADER, _PIECE = 4, 4
 """Numbers of a table before its pieces, and of each piece; see :func:`matrix_table`."""
 
 Entry: TypeAlias = "int | float | torch.Tensor | Matrix | Matrices | None"
@@ -113,17 +115,44 @@ class Tables(Generic[W]):
         self._make = make
         self._made: WeakKeyDictionary[W, Table] = WeakKeyDictionary()
 
-    def __call__(self, weights: W) -> int:
-        """Where the table of a layer's weights lies."""
+    def __call__(self, weights: W) -> Table:
+        """The table of a layer's weights."""
         table = self._made.get(weights)
         if table is None:
             table = self._made[weights] = self._make(weights)
-        return table.address
+        return table
+
+
+@njit(inline="always")
+def product(x: int, x_stride: int, rows: int, matrix: int, y: int, y_stride: int) -> None:
+    """Y = X W^T by addresses: [rows, D] times the matrix of a table."""
+    _call(ints(matrix, _HEADER)[3], x, x_stride, rows, matrix, y, y_stride)
+
+
+@intrinsic
+def _call(
+    typing_context: Any,
+    function: Any,
+    x: Any,
+    x_stride: Any,
+    rows: Any,
+    matrix: Any,
+    y: Any,
+    y_stride: Any,
+) -> Any:
+    """Call :func:`_multiply` by its address, so that kernels do not each contain a copy."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
 
 
 def matrix_table(weight: Weight) -> list[int]:
-    """Outputs, columns and number of pieces; of each its rows, values, scales and groups."""
-    table = [*weight.shape, 0]
+    """Outputs, columns, pieces, who multiplies; a piece: rows, values, scales, groups."""
+    table = [*weight.shape, 0, _multiply.address]
     for piece in pieces(weight):
         if isinstance(piece, Int8Weight):
             codes, scales = piece.codes, piece.scales
@@ -138,25 +167,19 @@ def matrix_table(weight: Weight) -> list[int]:
 
 
 @njit(fastmath=EXACT, error_model="numpy")
-def product(x: int, x_stride: int, rows: int, matrix: int, y: int, y_stride: int) -> None:
-    """Y = X W^T by addresses: [rows, D] times the matrix of a table."""
-    header = ints(matrix, _HEADER)
-    inner = header[1]
-    for p in range(header[2]):
-        piece = ints(matrix + 8 * (_HEADER + _PIECE * p), _PIECE)
-        outputs, values, scales, groups = piece[0], piece[1], piece[2], piece[3]
-        if groups == 0:
-            plain_product(x, x_stride, rows, values, inner, outputs, y, y_stride)
-        else:
-            _coded_product(x, x_stride, rows, values, scales, groups, inner, outputs, y, y_stride)
-        y += 4 * outputs
+def rows_as_matrix(values: int, rows: int, inner: int, like: int) -> np.ndarray:
+    """A table for float32 rows that a kernel has made; multiplied by who multiplies ``like``."""
+    table = np.zeros(_HEADER + _PIECE, np.int64)
+    table[0], table[1], table[2], table[3] = rows, inner, 1, ints(like, _HEADER)[3]
+    table[4], table[5] = rows, values
+    return table
 
 
 @njit(fastmath=EXACT, error_model="numpy")
-def plain_product(
+def _plain_product(
     x: int, x_stride: int, rows: int, w: int, inner: int, outputs: int, y: int, y_stride: int
 ) -> None:
-    """As :func:`product`, with a float32 matrix [outputs, inner]."""
+    """With a float32 matrix [outputs, inner]."""
     some = 16 if inner <= 512 else 8  # outputs whose weights stay in the first-level cache
     for begin in range(0, outputs, some):
         count = min(some, outputs - begin)
@@ -228,3 +251,17 @@ def _outputs(
             _one(given, 0, w + 4 * j * inner, 4 * inner, inner, 0, 0, to + 4 * j, 0)
         for j in range(outputs - outputs % 8, outputs):
             _one_by_one(given, 0, w + 4 * j * inner, 4 * inner, inner, 0, 0, to + 4 * j, 0)
+
+
+@compiled_pointer(types.void(*[types.int64] * 6))
+def _multiply(x: int, x_stride: int, rows: int, matrix: int, y: int, y_stride: int) -> None:
+    header = ints(matrix, _HEADER)
+    inner = header[1]
+    for p in range(header[2]):
+        piece = ints(matrix + 8 * (_HEADER + _PIECE * p), _PIECE)
+        outputs, values, scales, groups = piece[0], piece[1], piece[2], piece[3]
+        if groups == 0:
+            _plain_product(x, x_stride, rows, values, inner, outputs, y, y_stride)
+        else:
+            _coded_product(x, x_stride, rows, values, scales, groups, inner, outputs, y, y_stride)
+        y += 4 * outputs

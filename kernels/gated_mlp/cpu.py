@@ -24,7 +24,7 @@ class GatedMLPCPU:
         """[N, D] -> [N, D]."""
         check_shapes(x, weights.gate_up, weights.down)
         out = torch.empty(x.shape)
-        where = self._tables(weights)
+        where = self._tables(weights).address
         _gated_mlp(address(x), x.stride(0), x.shape[0], where, out.data_ptr())
         return out
 

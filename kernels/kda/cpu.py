@@ -53,7 +53,7 @@ class KDALayerCPU:
         sequences: Sequences,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        table = self._tables(weights)
+        table = self._tables(weights).address
         (count, heads), decodes = cells.shape, sequences.num_decodes
         check_sequences(cells[decodes:], sequences.cu_seqlens, sequences.ends)
         head, rows = states.shape[-1], x.shape[0]

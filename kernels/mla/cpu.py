@@ -49,7 +49,7 @@ class MLALayerCPU:
         sequences: Sequences,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        table, rows = self._tables(weights), x.shape[0]
+        table, rows = self._tables(weights).address, x.shape[0]
         counted = sequences.num_decodes + sum(sequences.prefill_lens)
         written = sequences.cache_rows
         width = weights.in_proj.shape[1]

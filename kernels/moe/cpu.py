@@ -35,7 +35,7 @@ class LatentMoECPU:
 
     def __call__(self, x: torch.Tensor, weights: CPUMoEWeights) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        where, (rows, width) = self._tables(weights), x.shape
+        where, (rows, width) = self._tables(weights).address, x.shape
         if width != weights.router.shape[1]:
             check_shapes(x, weights)  # which refuses
         out = torch.empty(rows, width)
