@@ -6,7 +6,7 @@ import torch
 
 from k3vl.kernels.compiled import address, compiled, ints
 from k3vl.kernels.linear import check_shapes
-from k3vl.kernels.product import Matrix, Table, Tables, product
+from k3vl.kernels.product import Table, Tables, matrix, product
 from k3vl.kernels.weight import Rows, Weight
 
 
@@ -15,13 +15,13 @@ class LinearCPU:
 
     def __init__(self) -> None:
         """Nothing is known of any weight yet."""
-        self._tables: Tables[Rows] = Tables(lambda weight: Table(Matrix(weight)))
+        self._tables: Tables[Rows] = Tables(lambda weight: Table(matrix(weight)))
 
     def __call__(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """[N, D] -> [N, O]."""
         check_shapes(x, weight)
         rows, outputs = x.shape[0], weight.shape[0]
-        table = self._tables(weight) if isinstance(weight, Rows) else Table(Matrix(weight))
+        table = self._tables(weight) if isinstance(weight, Rows) else Table(matrix(weight))
         out = torch.empty(rows, outputs)
         _linear(address(x), x.stride(0), rows, table.address, out.data_ptr(), outputs)
         return out

@@ -24,7 +24,7 @@ from k3vl.kernels.compiled import (
     ints,
     sigmoid,
 )
-from k3vl.kernels.product import Matrix, Table, Tables, product, rows_as_matrix
+from k3vl.kernels.product import Table, Tables, matrix, product, rows_as_matrix
 from k3vl.kernels.rms_norm.cpu import normalise
 from k3vl.kernels.vision_block import VisionBlockWeights, check_shapes
 
@@ -67,8 +67,8 @@ def _table(weights: VisionBlockWeights) -> Table:
     w = weights
     return Table(
         *(w.heads, w.out.shape[1] // w.heads, w.out.shape[0], w.up.shape[0]),
-        *(w.attention_norm, w.mlp_norm, Matrix(w.qkv), Matrix(w.out)),
-        *(Matrix(w.up), Matrix(w.down), float(w.eps)),
+        *(w.attention_norm, w.mlp_norm, matrix(w.qkv), matrix(w.out)),
+        *(matrix(w.up), matrix(w.down), float(w.eps)),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from numba import njit
@@ -125,6 +127,17 @@ def test_experts_are_kept_one_by_one() -> None:
     assert torch.equal(found[1].decoded(torch.float32), torch.cat([before[1, :2], decoded]))
     assert torch.equal(found[2].decoded(torch.float32), before[2])
     assert experts.shape == (10, 16)
+
+
+def test_a_table_goes_with_its_weight() -> None:
+    """Also where what the weight points to is still in use."""
+    op, (piece, _) = LinearCPU(), stored(8, 16, 16)
+    weight = Rows((piece,))
+    op(normal(1, 16), weight)
+    assert len(op._tables._made) == 1
+    del weight
+    gc.collect()
+    assert len(op._tables._made) == 0
 
 
 @pytest.mark.parametrize("head", [64, 80, 128])
