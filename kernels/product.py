@@ -8,20 +8,22 @@ result is to the last bit what the decoded matrix gives.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
-from k3vl.kernels.compiled import EXACT, address, alive, ints
+from k3vl.kernels.compiled import EXACT, address, alive, compiled_pointer, ints
 from k3vl.kernels.int8 import Int8Weight
 from k3vl.kernels.tile import COLUMNS, ROWS, block, decode
 from k3vl.kernels.weight import pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from k3vl.kernels.weight import Weight
 
@@ -34,75 +36,54 @@ _one_by_one = block(1, 1, coded=False)
 _one_coded = block(1, 8, coded=True)
 _one_by_one_coded = block(1, 1, coded=True)
 
-_HEADER, _PIECE = 3, 4
-"""Numbers of a table before its pieces, and of each piece; see :func:`matrix_table`."""
-
-Entry: TypeAlias = "int | float | torch.Tensor | Matrix | Matrices | None"
-
-
-class Matrix:
-    """A weight [O, D] that a kernel multiplies by."""
-
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: Weight) -> None:
-        self.weight = weight
-
-
-class Matrices:
-    """Weights of the same shape, to be chosen from."""
-
-    __slots__ = ("weights",)
-
-    def __init__(self, weights: tuple[Weight, ...]) -> None:
-        self.weights = weights
+_HEADER, _PIECE = 4, 4
+"""Numbers of a table before its pieces, and of each piece; see :func:`matrix`."""
 
 
 class Table:
     """What a kernel knows of a layer: 64-bit numbers, read by address.
 
-    An entry is an integer, a float64, or where something lies: a contiguous float32 tensor, the
-    table of a matrix, or a list of such tables. None is 0.
-
     Attributes:
-        address: of the first entry.
+        address: of the first.
     """
 
     __slots__ = ("_held", "_numbers", "address")
 
     def __init__(self, *entries: Entry) -> None:
+        """Integers, float64, and where things lie: contiguous tensors, other tables; None is 0."""
         self._held = entries  # what the addresses point to
-        tables: list[list[int]] = []
-        for entry in entries:
-            if isinstance(entry, Matrix):
-                tables.append(matrix_table(entry.weight))
-            elif isinstance(entry, Matrices):
-                tables.extend(matrix_table(weight) for weight in entry.weights)
-        lists = sum(len(e.weights) for e in entries if isinstance(e, Matrices))
-        behind = len(entries) + lists
-        self._numbers = np.zeros(behind + sum(map(len, tables)), np.int64)
-        self.address = self._numbers.ctypes.data
-        places = []
-        for table in tables:
-            self._numbers[behind : behind + len(table)] = table
-            places.append(self.address + 8 * behind)
-            behind += len(table)
-        given, at = iter(places), len(entries)
-        for i, entry in enumerate(entries):
-            if isinstance(entry, Matrix):
-                self._numbers[i] = next(given)
-            elif isinstance(entry, Matrices):
-                self._numbers[i] = self.address + 8 * at
-                for _ in entry.weights:
-                    self._numbers[at] = next(given)
-                    at += 1
-            elif isinstance(entry, torch.Tensor):
-                assert entry.is_contiguous()
-                self._numbers[i] = address(entry)
-            elif isinstance(entry, float):
-                self._numbers[i] = np.float64(entry).view(np.int64)
-            else:
-                self._numbers[i] = entry or 0
+        self._numbers = np.array([_number(entry) for entry in entries], np.int64)
+        self.address: int = self._numbers.ctypes.data
+
+
+Entry: TypeAlias = int | float | torch.Tensor | Table | None
+
+
+def _number(entry: Entry) -> int:
+    if isinstance(entry, torch.Tensor):
+        assert entry.is_contiguous()
+        return address(entry, torch.int8 if entry.dtype == torch.int8 else torch.float32)
+    if isinstance(entry, Table):
+        return entry.address
+    if isinstance(entry, float):
+        return int(np.float64(entry).view(np.int64))
+    return entry or 0
+
+
+def matrix(weight: Weight) -> Table:
+    """Outputs, columns, pieces, who multiplies; of each piece rows, values, scales, groups."""
+    found: list[Entry] = []
+    for piece in pieces(weight):
+        if isinstance(piece, Int8Weight):
+            found += [len(piece.codes), piece.codes, piece.scales, piece.scales.shape[1]]
+        else:
+            found += [len(piece), piece, None, 0]
+    return Table(*weight.shape, len(found) // _PIECE, _multiply.address, *found)
+
+
+def matrices(weights: Iterable[Weight]) -> Table:
+    """Tables of weights that are chosen from."""
+    return Table(*map(matrix, weights))
 
 
 class Tables(Generic[W]):
@@ -113,50 +94,55 @@ class Tables(Generic[W]):
         self._make = make
         self._made: WeakKeyDictionary[W, Table] = WeakKeyDictionary()
 
-    def __call__(self, weights: W) -> int:
-        """Where the table of a layer's weights lies."""
+    def __call__(self, weights: W) -> Table:
+        """The table of a layer's weights."""
         table = self._made.get(weights)
         if table is None:
             table = self._made[weights] = self._make(weights)
-        return table.address
+        return table
 
 
-def matrix_table(weight: Weight) -> list[int]:
-    """Outputs, columns and number of pieces; of each its rows, values, scales and groups."""
-    table = [*weight.shape, 0]
-    for piece in pieces(weight):
-        if isinstance(piece, Int8Weight):
-            codes, scales = piece.codes, piece.scales
-            assert codes.is_contiguous()
-            assert scales.is_contiguous()
-            table += [len(codes), address(codes, torch.int8), address(scales), scales.shape[1]]
-        else:
-            assert piece.is_contiguous()
-            table += [len(piece), address(piece), 0, 0]
-        table[2] += 1
+@njit(inline="always")
+def product(x: int, x_stride: int, rows: int, table: int, y: int, y_stride: int) -> None:
+    """Y = X W^T by addresses: [rows, D] times the matrix of a table."""
+    _call(ints(table, _HEADER)[3], x, x_stride, rows, table, y, y_stride)
+
+
+@intrinsic
+def _call(
+    typing_context: Any,
+    function: Any,
+    x: Any,
+    x_stride: Any,
+    rows: Any,
+    matrix: Any,
+    y: Any,
+    y_stride: Any,
+) -> Any:
+    """Call :func:`_multiply` by its address, so that kernels do not each contain a copy."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
+
+
+@njit(fastmath=EXACT, error_model="numpy")
+def rows_as_matrix(values: int, rows: int, inner: int, like: int) -> np.ndarray:
+    """A table for float32 rows that a kernel has made; multiplied by who multiplies ``like``."""
+    table = np.zeros(_HEADER + _PIECE, np.int64)
+    table[0], table[1], table[2], table[3] = rows, inner, 1, ints(like, _HEADER)[3]
+    table[4], table[5] = rows, values
     return table
 
 
 @njit(fastmath=EXACT, error_model="numpy")
-def product(x: int, x_stride: int, rows: int, matrix: int, y: int, y_stride: int) -> None:
-    """Y = X W^T by addresses: [rows, D] times the matrix of a table."""
-    header = ints(matrix, _HEADER)
-    inner = header[1]
-    for p in range(header[2]):
-        piece = ints(matrix + 8 * (_HEADER + _PIECE * p), _PIECE)
-        outputs, values, scales, groups = piece[0], piece[1], piece[2], piece[3]
-        if groups == 0:
-            plain_product(x, x_stride, rows, values, inner, outputs, y, y_stride)
-        else:
-            _coded_product(x, x_stride, rows, values, scales, groups, inner, outputs, y, y_stride)
-        y += 4 * outputs
-
-
-@njit(fastmath=EXACT, error_model="numpy")
-def plain_product(
+def _plain_product(
     x: int, x_stride: int, rows: int, w: int, inner: int, outputs: int, y: int, y_stride: int
 ) -> None:
-    """As :func:`product`, with a float32 matrix [outputs, inner]."""
+    """With a float32 matrix [outputs, inner]."""
     some = 16 if inner <= 512 else 8  # outputs whose weights stay in the first-level cache
     for begin in range(0, outputs, some):
         count = min(some, outputs - begin)
@@ -228,3 +214,17 @@ def _outputs(
             _one(given, 0, w + 4 * j * inner, 4 * inner, inner, 0, 0, to + 4 * j, 0)
         for j in range(outputs - outputs % 8, outputs):
             _one_by_one(given, 0, w + 4 * j * inner, 4 * inner, inner, 0, 0, to + 4 * j, 0)
+
+
+@compiled_pointer(types.void(*[types.int64] * 6))
+def _multiply(x: int, x_stride: int, rows: int, table: int, y: int, y_stride: int) -> None:
+    header = ints(table, _HEADER)
+    inner = header[1]
+    for p in range(header[2]):
+        piece = ints(table + 8 * (_HEADER + _PIECE * p), _PIECE)
+        outputs, values, scales, groups = piece[0], piece[1], piece[2], piece[3]
+        if groups == 0:
+            _plain_product(x, x_stride, rows, values, inner, outputs, y, y_stride)
+        else:
+            _coded_product(x, x_stride, rows, values, scales, groups, inner, outputs, y, y_stride)
+        y += 4 * outputs

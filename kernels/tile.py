@@ -34,7 +34,7 @@ def _lanes() -> int:
 LANES = _lanes()
 """Partial sums; on another processor the last bit of a product may be another one."""
 ROWS = 4
-COLUMNS = 4 if LANES == 16 or platform.machine() == "aarch64" else 2
+COLUMNS = 4 if LANES == 16 or platform.machine() in ("aarch64", "arm64") else 2
 """Outputs of a block; 32 registers hold 4 x 4 sums, 16 hold 4 x 2."""
 
 

@@ -19,26 +19,13 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a plain weight (no ``1 + w``)."""
+    """RMSNorm with a plain weight (no ``1 + w``); the op of its layer applies it."""
 
-    def __init__(
-        self,
-        width: int,
-        eps: float,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate an uninitialised weight."""
         super().__init__()
         self.eps = eps
-        self.kernels = kernels
         self.weight = parameter(width, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]."""
-        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):

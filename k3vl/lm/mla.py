@@ -29,12 +29,10 @@ LOW_RANK_EPS = 1e-6
 class LowRankQuery(nn.Module):
     """Norm and expansion of the query's low rank."""
 
-    def __init__(
-        self, rank: int, width: int, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rank: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate uninitialised weights."""
         super().__init__()
-        self.norm = RMSNorm(rank, LOW_RANK_EPS, kernels, dtype=dtype, device=device)
+        self.norm = RMSNorm(rank, LOW_RANK_EPS, dtype=dtype, device=device)
         self.expand = linear(rank, width, dtype, device)
 
 
@@ -61,10 +59,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.splits = (rank or query, self.latent, self.rope, gate)
         self.in_proj = linear(d, sum(self.splits), dtype, device)
         # Without a rank ``in_proj`` makes queries.
-        self.query = (
-            LowRankQuery(rank, query, kernels, dtype=dtype, device=device) if rank else None
-        )
-        self.kv_norm = RMSNorm(self.latent, LOW_RANK_EPS, kernels, dtype=dtype, device=device)
+        self.query = LowRankQuery(rank, query, dtype=dtype, device=device) if rank else None
+        self.kv_norm = RMSNorm(self.latent, LOW_RANK_EPS, dtype=dtype, device=device)
         # [H, nope + V, R]: every head's key rows, then its value rows, as in the checkpoint.
         self.kv_b = parameter(
             self.heads, self.nope + self.value, self.latent, dtype=dtype, device=device

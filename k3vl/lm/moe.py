@@ -57,7 +57,7 @@ class LatentMoE(nn.Module):
         self.router_bias = parameter(config.num_experts, device=device)
         self.latent_down = linear(d, latent, dtype, device) if has_latent else None
         self.latent_norm = (
-            RMSNorm(latent, config.rms_norm_eps, kernels, dtype=dtype, device=device)
+            RMSNorm(latent, config.rms_norm_eps, dtype=dtype, device=device)
             if config.latent_moe_use_norm
             else None
         )

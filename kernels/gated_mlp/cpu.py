@@ -8,7 +8,7 @@ from numba import njit
 
 from k3vl.kernels.compiled import EXACT, address, alive, compiled, doubles, ints
 from k3vl.kernels.gated_mlp import GatedMLPWeights, check_shapes
-from k3vl.kernels.product import Matrix, Table, Tables, product
+from k3vl.kernels.product import Table, Tables, matrix, product
 from k3vl.kernels.situ import caps
 from k3vl.kernels.situ.cpu import activate
 
@@ -24,14 +24,14 @@ class GatedMLPCPU:
         """[N, D] -> [N, D]."""
         check_shapes(x, weights.gate_up, weights.down)
         out = torch.empty(x.shape)
-        where = self._tables(weights)
+        where = self._tables(weights).address
         _gated_mlp(address(x), x.stride(0), x.shape[0], where, out.data_ptr())
         return out
 
 
 def _table(weights: GatedMLPWeights) -> Table:
     width, inner = weights.down.shape
-    matrices = Matrix(weights.gate_up), Matrix(weights.down)
+    matrices = matrix(weights.gate_up), matrix(weights.down)
     return Table(*matrices, inner, width, *caps(weights.activation))
 
 

@@ -27,7 +27,7 @@ from k3vl.kernels.compiled import (
 )
 from k3vl.kernels.kda import check_sequences, check_shapes
 from k3vl.kernels.kda.layer import check_weights
-from k3vl.kernels.product import Entry, Matrix, Table, Tables, product
+from k3vl.kernels.product import Entry, Table, Tables, matrix, product
 from k3vl.kernels.vectors import WIDE, fused, load, minus, splat, store, times
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class KDALayerCPU:
         sequences: Sequences,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        table = self._tables(weights)
+        table = self._tables(weights).address
         (count, heads), decodes = cells.shape, sequences.num_decodes
         check_sequences(cells[decodes:], sequences.cu_seqlens, sequences.ends)
         head, rows = states.shape[-1], x.shape[0]
@@ -155,9 +155,9 @@ def _layer_table(weights: KDALayerWeights) -> Table:
     width = w.in_proj.shape[1]
     check_weights(w, heads, head, width)
     return Table(
-        *(heads, head, width, w.splits[1], w.splits[2], Matrix(w.in_proj)),
-        *(w.gate_b if w.gate_b is None else Matrix(w.gate_b), Matrix(w.decay_b)),
-        *(Matrix(w.o_proj), *_core(w.core)),
+        *(heads, head, width, w.splits[1], w.splits[2], matrix(w.in_proj)),
+        *(w.gate_b if w.gate_b is None else matrix(w.gate_b), matrix(w.decay_b)),
+        *(matrix(w.o_proj), *_core(w.core)),
     )
 
 

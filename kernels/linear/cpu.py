@@ -6,7 +6,7 @@ import torch
 
 from k3vl.kernels.compiled import address, compiled, ints
 from k3vl.kernels.linear import check_shapes
-from k3vl.kernels.product import Matrix, Table, Tables, plain_product, product
+from k3vl.kernels.product import Table, Tables, matrix, product
 from k3vl.kernels.weight import Rows, Weight
 
 
@@ -15,29 +15,18 @@ class LinearCPU:
 
     def __init__(self) -> None:
         """Nothing is known of any weight yet."""
-        self._tables: Tables[Rows] = Tables(lambda weight: Table(Matrix(weight)))
+        self._tables: Tables[Rows] = Tables(lambda weight: Table(matrix(weight)))
 
     def __call__(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """[N, D] -> [N, O]."""
         check_shapes(x, weight)
-        (rows, inner), outputs = x.shape, weight.shape[0]
+        rows, outputs = x.shape[0], weight.shape[0]
+        table = self._tables(weight) if isinstance(weight, Rows) else Table(matrix(weight))
         out = torch.empty(rows, outputs)
-        given = (address(x), x.stride(0), rows)
-        if isinstance(weight, Rows):
-            _linear(*given, self._tables(weight), out.data_ptr(), outputs)
-        else:
-            assert weight.is_contiguous()
-            _plain_linear(*given, address(weight), inner, outputs, out.data_ptr())
+        _linear(address(x), x.stride(0), rows, table.address, out.data_ptr(), outputs)
         return out
 
 
 @compiled
 def _linear(x: int, x_stride: int, rows: int, table: int, out: int, outputs: int) -> None:
     product(x, x_stride, rows, ints(table, 1)[0], out, outputs)
-
-
-@compiled
-def _plain_linear(
-    x: int, x_stride: int, rows: int, weight: int, inner: int, outputs: int, out: int
-) -> None:
-    plain_product(x, x_stride, rows, weight, inner, outputs, out, outputs)

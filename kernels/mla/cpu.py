@@ -26,7 +26,7 @@ from k3vl.kernels.compiled import (
     sigmoid,
 )
 from k3vl.kernels.mla.layer import check_shapes, check_weights
-from k3vl.kernels.product import Matrix, Table, Tables, product
+from k3vl.kernels.product import Table, Tables, matrix, product
 from k3vl.kernels.rms_norm.cpu import normalise
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class MLALayerCPU:
         sequences: Sequences,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        table, rows = self._tables(weights), x.shape[0]
+        table, rows = self._tables(weights).address, x.shape[0]
         counted = sequences.num_decodes + sum(sequences.prefill_lens)
         written = sequences.cache_rows
         width = weights.in_proj.shape[1]
@@ -157,8 +157,8 @@ def _layer_table(weights: MLALayerWeights) -> Table:
     nope = queries // heads - shared
     return Table(
         *(heads, nope, shared, expanding - nope, latent, width, rank, gate),
-        *(Matrix(w.in_proj), w.q_norm, w.q_b if w.q_b is None else Matrix(w.q_b), w.kv_norm),
-        *(w.kv_b, Matrix(w.o_proj), float(w.scale), float(w.eps)),
+        *(matrix(w.in_proj), w.q_norm, w.q_b if w.q_b is None else matrix(w.q_b), w.kv_norm),
+        *(w.kv_b, matrix(w.o_proj), float(w.scale), float(w.eps)),
     )
 
 

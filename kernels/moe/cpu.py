@@ -15,7 +15,7 @@ from numba import njit
 from k3vl.kernels.compiled import EXACT, address, alive, compiled, doubles, floats, ints, sigmoid
 from k3vl.kernels.gated_mlp.cpu import gated_mlp_rows
 from k3vl.kernels.moe.latent import check_shapes
-from k3vl.kernels.product import Matrices, Matrix, Table, Tables, product
+from k3vl.kernels.product import Table, Tables, matrices, matrix, product
 from k3vl.kernels.rms_norm.cpu import normalise
 from k3vl.kernels.situ import caps
 
@@ -35,7 +35,7 @@ class LatentMoECPU:
 
     def __call__(self, x: torch.Tensor, weights: CPUMoEWeights) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        where, (rows, width) = self._tables(weights), x.shape
+        where, (rows, width) = self._tables(weights).address, x.shape
         if width != weights.router.shape[1]:
             check_shapes(x, weights)  # which refuses
         out = torch.empty(rows, width)
@@ -49,10 +49,10 @@ def _table(weights: CPUMoEWeights) -> Table:
     w13, w2 = tuple(w.experts.w13), tuple(w.experts.w2)
     return Table(
         *(w.router.shape[1], len(w13), w.top_k, int(w.renormalise), float(w.scale)),
-        *(Matrix(w.router), w.router_bias, w.down if w.down is None else Matrix(w.down)),
-        *(w13[0].shape[1], Matrices(w13), Matrices(w2), w2[0].shape[1], w.norm, float(w.eps)),
-        *(w.up if w.up is None else Matrix(w.up), Matrix(w.shared_gate_up)),
-        *(Matrix(w.shared_down), w.shared_down.shape[1], *caps(w.activation)),
+        *(matrix(w.router), w.router_bias, w.down if w.down is None else matrix(w.down)),
+        *(w13[0].shape[1], matrices(w13), matrices(w2), w2[0].shape[1], w.norm, float(w.eps)),
+        *(w.up if w.up is None else matrix(w.up), matrix(w.shared_gate_up)),
+        *(matrix(w.shared_down), w.shared_down.shape[1], *caps(w.activation)),
     )
 
 

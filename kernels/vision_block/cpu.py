@@ -24,7 +24,7 @@ from k3vl.kernels.compiled import (
     ints,
     sigmoid,
 )
-from k3vl.kernels.product import Matrix, Table, Tables, plain_product, product
+from k3vl.kernels.product import Table, Tables, matrix, product, rows_as_matrix
 from k3vl.kernels.rms_norm.cpu import normalise
 from k3vl.kernels.vision_block import VisionBlockWeights, check_shapes
 
@@ -57,7 +57,7 @@ class VisionBlockCPU:
         assert turns.is_contiguous()
         out = torch.empty(x.shape)
         _block(
-            *(address(x), x.stride(0), x.shape[0], self._tables(weights), address(turns)),
+            *(address(x), x.stride(0), x.shape[0], self._tables(weights).address, address(turns)),
             *(counts.ctypes.data, len(counts), out.data_ptr()),
         )
         return out
@@ -67,8 +67,8 @@ def _table(weights: VisionBlockWeights) -> Table:
     w = weights
     return Table(
         *(w.heads, w.out.shape[1] // w.heads, w.out.shape[0], w.up.shape[0]),
-        *(w.attention_norm, w.mlp_norm, Matrix(w.qkv), Matrix(w.out)),
-        *(Matrix(w.up), Matrix(w.down), float(w.eps)),
+        *(w.attention_norm, w.mlp_norm, matrix(w.qkv), matrix(w.out)),
+        *(matrix(w.up), matrix(w.down), float(w.eps)),
     )
 
 
@@ -93,7 +93,7 @@ def _block(
     for i in range(items):
         count = ints(lengths, items)[i]
         for h in range(heads):
-            _attend(projected, rotary, first, count, h, heads, head, mixed)
+            _attend(projected, rotary, first, count, h, heads, head, qkv, mixed)
         first += count
     product(mixed.ctypes.data, wide, rows, o, out, width)
     for r in range(rows):
@@ -133,9 +133,10 @@ def _attend(
     h: int,
     heads: int,
     head: int,
+    like: int,
     mixed: np.ndarray,
 ) -> None:
-    """One head of one item."""
+    """One head of one item; ``like`` is any matrix, for :func:`rows_as_matrix`."""
     padded = -(-count // _VECTOR) * _VECTOR
     q = np.empty((count, head), np.float32)
     k = np.empty((count, head), np.float32)
@@ -149,15 +150,17 @@ def _attend(
             v[c, n] = row[(2 * heads + h) * head + c]
     scores = np.zeros((_QUERIES, padded), np.float32)
     where, wide = scores.ctypes.data, heads * head
+    keys = rows_as_matrix(k.ctypes.data, count, head, like)
+    values = rows_as_matrix(v.ctypes.data, head, padded, like)
     for begin in range(0, count, _QUERIES):
         some = min(_QUERIES, count - begin)
         queries = q.ctypes.data + 4 * begin * head
-        plain_product(queries, head, some, k.ctypes.data, head, count, where, padded)
+        product(queries, head, some, keys.ctypes.data, where, padded)
         for n in range(some):
             _softmax(scores[n, :count])
         to = mixed.ctypes.data + 4 * ((first + begin) * wide + h * head)
-        plain_product(where, padded, some, v.ctypes.data, padded, head, to, wide)
-    alive(q, k, v, scores)
+        product(where, padded, some, values.ctypes.data, to, wide)
+    alive(q, k, v, scores, keys, values)
 
 
 @njit(fastmath=EXACT, error_model="numpy")
@@ -173,12 +176,16 @@ def _turn(x: np.ndarray, turns: np.ndarray, scale: np.float32, out: np.ndarray) 
 @njit(fastmath=EXACT, error_model="numpy")
 def _softmax(x: np.ndarray) -> None:
     """In place."""
-    tops = np.full(_VECTOR, x[0])  # one for every lane: a single one would be a chain
+    tops = np.empty(_VECTOR, np.float32)  # one for every lane: a single one would be a chain
+    for i in range(_VECTOR):
+        tops[i] = x[0]
     for begin in range(0, x.size - _VECTOR + 1, _VECTOR):
         part = x[begin : begin + _VECTOR]
         for i in range(_VECTOR):
             tops[i] = part[i] if part[i] > tops[i] else tops[i]
-    top = tops.max()
+    top = tops[0]
+    for i in range(_VECTOR):
+        top = max(top, tops[i])
     for i in range(x.size - x.size % _VECTOR, x.size):
         top = max(top, x[i])
     for i in range(x.size):
