@@ -10,9 +10,11 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -25,7 +27,7 @@ from k3vl.app.inspect import _unique_stems
 from k3vl.app.output import json_line, printable
 from k3vl.kernels.choice import choose
 from tests.test_config import GOLDEN
-from tests.timing import cpu_limit
+from tests.timing import cpu_limit, until
 
 
 def run(*args: object, stdin: str | None = None):
@@ -378,6 +380,15 @@ def test_a_reader_that_leaves_is_no_traceback(args, tmp_path: Path) -> None:
         assert process.stderr.read() == b""
 
 
+def waits_for_input(pid: int) -> bool:
+    """Twice: a signal that comes just before Python begins to read is seen only after it."""
+    states = []
+    for _ in range(2):
+        states.append(psutil.Process(pid).status())
+        time.sleep(0.1)
+    return states == [psutil.STATUS_SLEEPING] * 2
+
+
 @pytest.mark.parametrize("args", [["inspect", "plan"], ["caption", "--quiet", "--max-tokens=4000"]])
 def test_interrupt_is_one_line_and_130(args, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
@@ -395,6 +406,8 @@ def test_interrupt_is_one_line_and_130(args, tmp_path: Path) -> None:
             process.stdin.write(b'{"width": 20, "height": 20}\n')
             process.stdin.flush()
         assert process.stdout.readline(), "it is under way"
+        if not files:
+            until(lambda: waits_for_input(process.pid))
         process.send_signal(signal.SIGINT)
         error = process.stderr.read()
         assert (process.wait(30), error) == (130, b"interrupted\n")

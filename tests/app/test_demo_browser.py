@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,8 @@ def scripted_site() -> Iterator[Site]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open a tab; at the end it must not have asked any other host for anything."""
-    contexts, strangers = [], []
+    """Open a tab; at the end it must not have failed, or asked any other host for anything."""
+    contexts, strangers, failures = [], [], []
 
     def note(request: Any) -> None:
         if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
@@ -83,6 +84,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
         contexts.append(context)
         page = context.new_page()
         page.on("request", note)
+        page.on("pageerror", lambda failure: failures.append(failure))
         page.goto(site.url)
         page.wait_for_selector("#k3-box textarea")
         return page
@@ -91,6 +93,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert strangers == []
+    assert failures == []
 
 
 def attach(page: Page, *paths: Path) -> None:
@@ -254,6 +257,59 @@ def test_a_tool_call_is_a_card_and_its_result_continues_the_answer(
     answer(page, "Red.")
     assert "a small animal" in scripted_site.state()["asked"]
     sync_api.expect(field).not_to_be_visible()
+
+
+def test_an_answer_cannot_make_the_browser_ask_others(visit: Callable[..., Page]) -> None:
+    """A picture of another host in an answer would tell it what was said."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host = f"http://127.0.0.1:{other.getsockname()[1]}"
+        script = f"Well. ![it]({host}/?said=secret) <img src='{host}/html'> There."
+        with serve(script + END) as site:
+            page = visit(site)
+            ask(page, "Hello")
+            answer(page, "There.")
+            picture = page.locator("#k3-chat .bot.message img").last
+            page.wait_for_function("image => image.complete", arg=picture.element_handle())
+            assert picture.evaluate("image => image.naturalWidth") == 0
+            other.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                other.accept()
+
+
+def test_wrong_settings_are_said_and_change_nothing(
+    scripted_site: Site, visit: Callable[..., Page]
+) -> None:
+    page = visit(scripted_site)
+    before = scripted_site.state()["count"]
+    ask(page, "Which colour?")
+    answer(page, f"Red. ({before})")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Seed").fill("abc")
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    ask(page, "And now?")
+    toast = page.locator(".toast-wrap")
+    sync_api.expect(toast).to_contain_text("The seed must be a whole number, not 'abc'.")
+    sync_api.expect(page.locator("#k3-chat .error")).to_have_count(0)
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(1)
+    question_back(page, "And now?")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Seed").fill("5")
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    page.locator("#k3-box .submit-button").click()
+    answer(page, f"Red. ({before + 1})")
+
+
+def test_an_empty_box_sends_nothing_and_goes_on(
+    scripted_site: Site, visit: Callable[..., Page]
+) -> None:
+    page = visit(scripted_site)
+    before = scripted_site.state()["count"]
+    for text in ("", "  "):
+        ask(page, text)
+        page.wait_for_timeout(500)
+    ask(page, "Which colour?")
+    answer(page, f"Red. ({before})")
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(1)
 
 
 DROP = """([selector, kind, name, type, base64]) => {
