@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from k3vl.app import sglang_engine
 from k3vl.app.cli import cli
 from k3vl.app.launch import ServeOptions
-from k3vl.app.sglang_engine import SGLangCommand, check, option
+from k3vl.app.sglang_engine import SGLangCommand, SGLangProcess, check, option
 from k3vl.app.sglang_launch import EngineOptions, sglang_command
 from k3vl.errors import ConfigError
 from k3vl.sglang.releases import SUPPORTED
@@ -205,6 +207,22 @@ def test_a_start_may_not_take_for_ever(launched: Callable[..., Launched]) -> Non
     assert code == 1
     assert "Error: SGLang is not ready after 2 s" in output
     assert run.nothing_is_left()
+
+
+def test_whoever_waits_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path / "site")))
+    behave = {"pids": str(tmp_path / "pids"), "start": 3.0}
+    monkeypatch.setenv("FAKE_SGLANG", json.dumps(behave))
+    monkeypatch.setattr(sglang_engine, "_REPORT_SECONDS", 0.5)
+    said: list[str] = []
+    process = SGLangProcess(command_of("--model", TINY), 5.0)
+    try:
+        process.wait_until_ready(60.0, said.append)
+    finally:
+        process.stop()
+    assert len(said) > 2
+    assert all(re.fullmatch(r"SGLang is starting, \d+ s", line) for line in said[:-1])
+    assert re.fullmatch(r"SGLang is ready after \d+ s", said[-1])
 
 
 def test_a_later_rank_is_not_asked(launched: Callable[..., Launched]) -> None:
