@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from k3vl.kernels.choice import choose, reference_kernels
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.engine import Engine, EngineConfig
+from k3vl.lm.moe import LatentMoE
 from k3vl.load import available_memory, choose_device
 from k3vl.synthetic import random_model, slice_config
 from k3vl.types import Prompt, SamplingParams
@@ -39,10 +42,12 @@ if TYPE_CHECKING:
     from k3vl.load import Device
     from k3vl.types import EncoderItem
 
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Ratio of norms of a row of logits, half of the rows, to the reference's.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+"""Of the largest error of a row of logits, as the ratio of its norm to the reference's.
 
-In bfloat16 a rounding may decide between two experts; a row is then another row.
+Measured where every token goes to the same experts of a layer: with random weights and 16 of 896
+free to choose, the roundings of bfloat16 decide between experts, and half of the rows are off by a
+third.
 """
 PUBLISHED = {
     ("prefill", 1024): 44.0,
@@ -127,14 +132,13 @@ def bench_slice(options: SliceOptions) -> Iterator[Measured]:
     config = _config(options)
     engine_config = _engine_config(config, options, dtype)
     _require_room(config, options, kernels, dtype, device, engine_config.cache_bytes)
-    error = _check(config, options, kernels, dtype, device)
+    model, error = _checked_model(config, options, kernels, dtype, device)
     ceilings = _ceilings(device)
     about = {
         **describe(device, ceilings, commit=options.commit),
         "implementation": f"k3vl, {kernels.name} kernels",
         "error": error,
     }
-    model = random_model(config, kernels, dtype=dtype, device=device, seed=options.seed)
     engine = Engine(model, _NoMedia(), engine_config, stop_ids=())
     for row in _measure(engine, options, ceilings):
         if options.output is not None:
@@ -201,25 +205,42 @@ class _NoMedia:
 # ---------------------------------------------------------------------- right or wrong
 
 
-def _check(
+def _checked_model(
     config: TextConfig,
     options: SliceOptions,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
-) -> float:
-    """The logits' error against plain PyTorch on the same weights."""
+) -> tuple[K3Model, float]:
+    """The slice, and its logits' error against plain PyTorch on the same weights."""
     plain = reference_kernels("what a slice is checked against")
     if kernels.latent_moe_mxfp4 is None:  # the same draw gives other weights in the other form
         plain = replace(plain, latent_moe_mxfp4=None)
-    want, got = (
-        _logits(random_model(config, each, dtype=dtype, device=device, seed=options.seed), options)
-        for each in (plain, kernels)
-    )
-    error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
+    draw = partial(random_model, config, dtype=dtype, device=device, seed=options.seed)
+    with _same_experts(draw(plain), options.seed) as model:
+        want = _logits(model, options)
+    del model  # there is room for one
+    with _same_experts(draw(kernels), options.seed) as model:
+        got = _logits(model, options)
+    error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
     if not error < LIMITS[dtype]:
         raise BackendError(f"logits are off by {error:.1e}, allowed are {LIMITS[dtype]:.0e}")
-    return error
+    return model, error
+
+
+@contextmanager
+def _same_experts(model: K3Model, seed: int) -> Iterator[K3Model]:
+    """Make the choice of experts, of each layer its own, the same for all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    biases = [m.router_bias for m in model.modules() if isinstance(m, LatentMoE)]
+    before = [bias.clone() for bias in biases]
+    for bias in biases:
+        order = torch.randperm(len(bias), generator=generator)
+        chosen = order[: model.config.num_experts_per_token].to(bias.device)
+        bias.index_add_(0, chosen, bias.new_full(chosen.shape, 2.0))  # scores lie in 0..1
+    yield model
+    for bias, value in zip(biases, before, strict=True):
+        bias.copy_(value)
 
 
 def _logits(model: K3Model, options: SliceOptions) -> torch.Tensor:

@@ -205,7 +205,9 @@ def _random_floats(
     if name.endswith("bias"):
         # A choice bias balances the experts of a trained router; a drawn one has no need of it.
         return tensor.normal_(0, 0.01, generator=generator)
-    spread = 0.3 if tensor.dim() < 2 else 1 / math.sqrt(columns)
+    # Scores of the mixture over depth stay near one: a mixture, not a choice.
+    is_matrix = tensor.dim() > 1 or name.endswith("_read.query")
+    spread = 1 / math.sqrt(columns) if is_matrix else 0.3
     return tensor.normal_(0, spread, generator=generator)
 
 
