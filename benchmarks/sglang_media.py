@@ -140,7 +140,7 @@ def one_round(url: str, bodies: list[bytes], clients: int) -> dict[str, Any]:
     return {
         "requests_per_second": round(len(bodies) / seconds, 2),
         "median_seconds": round(statistics.median(times), 3),
-        "p95_seconds": round(times[int(0.95 * (len(times) - 1))], 3),
+        "p95_seconds": round(times[-(-95 * len(times) // 100) - 1], 3),
         "prompt_tokens": answers[0][1],
     }
 
