@@ -77,8 +77,7 @@ def caption(options: CaptionOptions) -> int:
         journal = _open_journal(stack, options, place) if place and place.exists() else None
         surveyed = survey(listing, options.prompts, sidecars, journal)
         if not surveyed.sources and surveyed.complete:
-            names = ", ".join(map(printable, options.inputs.arguments))
-            raise ConfigError(f"no pictures or clips there: {names}")
+            raise _nothing_there(options)
         if options.run.dry_run:
             _dry_run(options, listing, sidecars, journal, surveyed)
             return 0
@@ -110,6 +109,11 @@ def caption(options: CaptionOptions) -> int:
         return _go(options, plan, surveyed.sources if surveyed.complete else None)
 
 
+def _nothing_there(options: CaptionOptions) -> ConfigError:
+    names = ", ".join(map(printable, options.inputs.arguments))
+    return ConfigError(f"no pictures or clips there: {names}")
+
+
 def _go(options: CaptionOptions, plan: Plan, sources: int | None) -> int:
     """The run between its first and its last word."""
     per_source = len(options.prompts.prompts) if options.prompts.several else 1
@@ -134,6 +138,8 @@ def _go(options: CaptionOptions, plan: Plan, sources: int | None) -> int:
         raise
     _finish(plan, run, sheet, finished=finished)
     counts = run.counts
+    if finished and not counts.done:
+        raise _nothing_there(options)
     if stopped:
         click.echo(f"stopped after {counts.failed} errors; the same command goes on", err=True)
     elif not options.run.quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
 
     from k3vl.app.captioning.options import CaptionOptions, OutputOptions
     from k3vl.app.captioning.prompts import Prompts
+
+
+class Number(click.FloatRange):
+    """A number in a range; click's own lets ``nan`` through, and ``inf`` where there is no end."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Read it."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is not finite.", param, ctx)
+        return number
+
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _INPUT = (
@@ -38,7 +53,7 @@ _INPUT = (
     ),
     click.option(
         "--clip-seconds",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0.1),
         help="Caption clips in pieces of this length.",
     ),
     click.option(
@@ -62,14 +77,12 @@ _PROMPT = (
     click.option("--suffix", default="", help="Text behind every caption."),
     click.option("--trigger", default="", help="A word that every caption is to hold."),
     click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(min=1)),
-    click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0.0, 10.0)),
-    click.option(
-        "--top-p", default=1.0, show_default=True, type=click.FloatRange(0.0, 1.0, min_open=True)
-    ),
+    click.option("--temperature", default=0.0, show_default=True, type=Number(0.0, 10.0)),
+    click.option("--top-p", default=1.0, show_default=True, type=Number(0.0, 1.0, min_open=True)),
     click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0)),
     click.option(
         "--min-confidence",
-        type=click.FloatRange(0.0, 1.0),
+        type=Number(0.0, 1.0),
         help='Below it a caption is "I am not sure."; default: the checkpoint\'s own, 0 is off.',
     ),
     click.option("--stop", multiple=True, help="Text that ends a caption; not part of it."),
@@ -130,7 +143,7 @@ _RUN = (
     click.option("--max-errors", type=click.IntRange(min=0), help="Stop after more errors."),
     click.option(
         "--item-seconds",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0, min_open=True),
         help="Give an item up after this time.",
     ),
     click.option(

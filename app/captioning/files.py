@@ -39,8 +39,11 @@ class Choice:
     follow_symlinks: bool = False
 
     def takes(self, inside: str) -> bool:
-        """Whether a file is taken; ``inside`` is its path below the folder, with slashes."""
-        if _matches(inside, self.exclude):
+        """Whether a file is taken; ``inside`` is its path below the folder, with slashes.
+
+        ``._a.jpg`` is none: macOS keeps a file's attributes there on foreign disks.
+        """
+        if _matches(inside, self.exclude) or inside.rpartition("/")[2].startswith("._"):
             return False
         if self.include:
             return _matches(inside, self.include)

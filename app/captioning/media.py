@@ -274,8 +274,18 @@ def _kind(head: bytes) -> MediaKind:
 
 
 def _windows(timeline: Timeline, seconds: float) -> list[Piece]:
-    numbers = dict.fromkeys(int(at // seconds) for at in timeline.times)
-    return [Piece(start=n * seconds, end=(n + 1) * seconds) for n in numbers]
+    numbers = dict.fromkeys(_window_of(at, seconds) for at in timeline.times)
+    return [Piece(start=_edge(n, seconds), end=_edge(n + 1, seconds)) for n in numbers]
+
+
+def _window_of(at: float, seconds: float) -> int:
+    """The number of the window that a time lies in; 0.6 begins the fourth of 0.2."""
+    number = int(at // seconds)
+    return number + (at >= _edge(number + 1, seconds))
+
+
+def _edge(number: int, seconds: float) -> float:
+    return round(number * seconds, 6)
 
 
 def _in_aspect(image: Image, clip: Clip) -> Image:

@@ -56,6 +56,7 @@ table { width: 100%; border-collapse: collapse; }
 th, td { text-align: left; padding: .5rem .8rem; vertical-align: top; overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 500; font-size: .8rem; }
 tr + tr td { border-top: 1px solid var(--line); }
+td:first-child { min-width: 14rem; }
 td:nth-child(2) { color: var(--bad); white-space: nowrap; }
 """
 

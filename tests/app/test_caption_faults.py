@@ -21,7 +21,7 @@ from k3vl.config import K3_MEDIA
 from k3vl.vision.processor import MediaProcessor
 from tests.app.captioning_kit import run, use_echo
 from tests.app.test_cli import bomb
-from tests.vision.files import corners, encode, exif_bytes, raw_png
+from tests.vision.files import corners, encode, exif_bytes, noise, raw_png
 
 if TYPE_CHECKING:
     from k3vl.pipeline import Pipeline
@@ -146,8 +146,8 @@ def good_files() -> dict[str, bytes]:
 
 
 def bad_files() -> dict[str, tuple[bytes, str]]:
-    noise = Image.effect_noise((300, 300), 50)
-    jpeg, png = encode(noise, "JPEG"), encode(noise)
+    grain = noise((300, 300), 50)
+    jpeg, png = encode(grain, "JPEG"), encode(grain)
     return {
         "bomb.png": (bomb(), "image_too_large"),
         "cut.jpg": (jpeg[: len(jpeg) * 6 // 10], "image_truncated"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import http.server
 import io
+import itertools
 import json
 import tarfile
 import threading
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from k3vl.app.captioning.media import _windows
+from k3vl.vision.timeline import Timeline
 from tests.app.captioning_kit import EchoBackend, film, picture, pictures, run, use_echo
 
 
@@ -33,6 +36,14 @@ def names(result) -> list[str]:
 
 
 # ------------------------------------------------------------------ folders and lists
+
+
+def test_what_macos_keeps_beside_files_is_no_picture(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "._a.png").write_bytes(b"\0\5\x16\7")
+    for flags in ((), ("--include=*.png",)):
+        result = run(tmp_path, "--json", *flags)
+        assert (names(result), result.exit_code) == (["a.png"], 0)
 
 
 def test_globs_and_links(tmp_path: Path) -> None:
@@ -187,6 +198,13 @@ def shard(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> None
             tar.addfile(info, io.BytesIO(data))
 
 
+def test_a_shard_with_nothing_in_it_is_told(tmp_path: Path) -> None:
+    shard(tmp_path / "s.tar", [])
+    result = run(tmp_path / "s.tar", "--output", tmp_path / "o.jsonl")
+    assert result.exit_code == 1
+    assert "no pictures or clips there" in result.stderr
+
+
 @pytest.mark.parametrize(("name", "mode"), [("s.tar", "w"), ("s.tar.gz", "w:gz")])
 def test_one_bad_member_spoils_no_other(name: str, mode: str, tmp_path: Path) -> None:
     good = [path.read_bytes() for path in pictures(tmp_path / "in", 3)]
@@ -338,3 +356,22 @@ def test_clips_whole_and_in_pieces(tmp_path: Path, echo: EchoBackend) -> None:
     dry = json.loads(run(path, "--json", "--clip-seconds=2", "--dry-run").stdout)
     made = sum(row["usage"]["video_tokens"] for row in pieces)
     assert (dry["captions"], dry["clips"], dry["media_tokens"]) == (3, 3, made)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.3, 0.7, 1.1])
+def test_every_frame_is_in_one_piece(seconds: float) -> None:
+    """Windows whose edges are no binary numbers, at frame rates that hit them."""
+    for fps in (10, 24, 30):
+        times = tuple(n / fps for n in range(300))
+        pieces = _windows(Timeline(times, fps), seconds)
+        inside = [[at for at in times if piece.start <= at < piece.end] for piece in pieces]
+        assert all(inside)
+        assert sorted(itertools.chain(*inside)) == list(times)
+
+
+@pytest.mark.parametrize("flag", ["clip-seconds", "item-seconds", "temperature", "top-p"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_numbers_that_are_none_are_refused(flag: str, value: str, tmp_path: Path) -> None:
+    result = run(picture(tmp_path / "a.png"), f"--{flag}={value}")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"--{flag}" in result.stderr

@@ -24,6 +24,7 @@ from k3vl.app.captioning.worker import Worker
 from k3vl.pipeline import Pipeline
 from k3vl.types import SamplingParams
 from tests.app.captioning_kit import picture, rows, run, use_echo
+from tests.vision.files import noise
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORDS = ["fox", "kite", "bus", "owl", "boat", "strawberry", "other"]
@@ -71,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("in")
     for name in ("shapes.png", "sailboat.mp4"):
         (folder / name).write_bytes((EXAMPLES / name).read_bytes())
-    Image.effect_noise((90, 70), 80).save(folder / "noise.png")
+    noise((90, 70), 80).save(folder / "noise.png")
     Image.new("RGB", (30, 400), "white").save(folder / "empty.png")
     return folder
 

@@ -30,6 +30,7 @@ from tests.app.captioning_kit import film
 from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, DIRECTORY, END, THOUGHT, TOOLS, scripted
 from tests.app.serving import in_thread, until
 from tests.app.test_demo_session import contents, run, stop_after
+from tests.vision.files import noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +130,7 @@ def test_a_file_that_only_the_server_refuses_is_left_out(picture: Path, tmp_path
         load_media_config(DIRECTORY), policy=replace(DEFAULT_POLICY, max_bytes=100_000)
     )
     large = tmp_path / "large.png"
-    Image.effect_noise((600, 600), 60).save(large)
+    noise((600, 600), 60).save(large)
     with serve(pipeline) as (url, _):
         session = Session(remote(url))
         run(session, session.send("What?", [picture, large], PLAIN))

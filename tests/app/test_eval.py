@@ -16,6 +16,7 @@ from k3vl.app.evaluation.run import ask_all, rows_of
 from k3vl.errors import ConfigError
 from k3vl.pipeline import Pipeline
 from tests.app.captioning_kit import EchoBackend, echo_pipeline
+from tests.vision.files import noise
 
 
 def label(**fields):
@@ -24,7 +25,7 @@ def label(**fields):
 
 @pytest.fixture
 def folder(tmp_path):
-    Image.effect_noise((56, 84), 80).save(tmp_path / "a.png")
+    noise((56, 84), 80).save(tmp_path / "a.png")
     return tmp_path
 
 

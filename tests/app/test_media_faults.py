@@ -13,7 +13,16 @@ import pytest
 from PIL import Image
 
 from tests.app.serving import Process, ask, data_url, image_part, post
-from tests.vision.files import corners, encode, exif_bytes, png_chunk, raw_png, solid_frames, video
+from tests.vision.files import (
+    corners,
+    encode,
+    exif_bytes,
+    noise,
+    png_chunk,
+    raw_png,
+    solid_frames,
+    video,
+)
 from tests.vision.test_video import (
     add_audio,
     animation,
@@ -28,7 +37,7 @@ from tests.vision.test_video import (
 )
 
 SMALL = (64, 48)
-NOISE = Image.effect_noise((300, 300), 50)
+NOISE = noise((300, 300), 50)
 DEEP = np.linspace(0, 65535, 64 * 48).astype(np.uint16).reshape(48, 64)
 
 

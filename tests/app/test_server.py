@@ -27,6 +27,7 @@ from tests.app.serving import (
     post,
     until,
 )
+from tests.vision.files import noise
 
 LABELS = [json.loads(line) for line in (EXAMPLES / "labels.jsonl").read_text().splitlines()]
 CLIP = next(label for label in LABELS if label["file"].endswith(".mp4"))
@@ -432,7 +433,7 @@ def test_other_host_names_do_not_reach_a_keyless_local_server(server) -> None:
 
 def faults() -> list:
     jpeg = io.BytesIO()
-    Image.effect_noise((300, 300), 50).save(jpeg, "JPEG")
+    noise((300, 300), 50).save(jpeg, "JPEG")
     cut = jpeg.getvalue()[: len(jpeg.getvalue()) * 6 // 10]
     bomb = bytearray(png(8, 8))
     bomb[16:24] = (40_000).to_bytes(4, "big") * 2  # the header's size, checksum left wrong

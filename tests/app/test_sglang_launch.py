@@ -87,7 +87,7 @@ class Launched:
         return self.process.returncode, output
 
     def nothing_is_left(self) -> bool:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         pids = [int(pid) for pid in self.pids.read_text().split()]
         while any(map(is_running, pids)) and time.monotonic() < end:
             time.sleep(0.1)
@@ -138,7 +138,7 @@ def test_sglang_does_not_outlive_who_started_it(
     run = launched(*options)
     run.wait_for('"listening"' if not options else "the plugin is active")
     run.process.send_signal(signum)
-    assert run.process.wait(20) == -signum
+    assert run.process.wait(60) == -signum
     assert run.nothing_is_left()
     assert not guards_of(run.pids), "nor do those who saw to it"
 
@@ -159,7 +159,7 @@ def test_sglang_that_does_not_listen_is_killed(launched: Callable[..., Launched]
 
 
 def until_there(path: Path) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -167,7 +167,7 @@ def until_there(path: Path) -> None:
 
 def guards_of(pids: Path) -> list[psutil.Process]:
     """Guards that are still there a moment later; their environment tells whose they are."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         found = []
         for process in psutil.process_iter():

@@ -9,6 +9,7 @@ from k3vl.demo import pack
 from k3vl.demo.convert import to_k3
 from k3vl.demo.train_model import DemoModel
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
+from tests.vision.files import noise
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,6 @@ def test_committed_configuration_is_what_the_code_writes():
 
 def test_training_model_and_engine_say_the_same(tensors, tmp_path):
     """The training forward, teacher-forced on the engine's own greedy answer, agrees with it."""
-    from PIL import Image
 
     from k3vl.demo.convert import from_k3
     from k3vl.pipeline import Pipeline
@@ -61,7 +61,7 @@ def test_training_model_and_engine_say_the_same(tensors, tmp_path):
     save_checkpoint(folder, dict(tensors), json_files=pack.json_files())
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((pack.CHECKPOINT / name).read_bytes())
-    picture = Image.effect_noise((84, 56), 80).convert("RGB")
+    picture = noise((84, 56), 80).convert("RGB")
     with Pipeline.load(folder) as pipeline:
         parts = (MediaPart("image", picture), TextPart("Describe this."))
         request = pipeline.request([Message(role="user", parts=parts)])

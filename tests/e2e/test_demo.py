@@ -25,6 +25,7 @@ from k3vl.types import (
     TextPart,
 )
 from k3vl.vision.inspect import kind_of
+from tests.vision.files import noise
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LABELS = [json.loads(line) for line in (EXAMPLES / "labels.jsonl").read_text().splitlines()]
@@ -204,8 +205,8 @@ def test_confidence_is_told_with_log_probabilities(demo) -> None:
     assert plain.confidence is None
     assert asked.content == plain.content
     assert 0.5 < asked.confidence <= 1
-    noise = Image.effect_noise((224, 224), 90).convert("RGB")
-    parts = (MediaPart("image", noise), TextPart("What is this?"))
+    grain = noise((224, 224), 90).convert("RGB")
+    parts = (MediaPart("image", grain), TextPart("What is this?"))
     unsure = demo.reply(
         [Message(role="user", parts=parts)], sampling=SamplingParams(logprobs=0)
     ).confidence

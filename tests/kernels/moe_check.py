@@ -4,7 +4,6 @@ Triton decides between compiler and interpreter when it is imported. Usage: moe_
 """
 
 import sys
-import time
 
 import torch
 
@@ -93,7 +92,7 @@ def check_experts(
     close(f"dense {what}", got, want)
 
 
-seed = time.time_ns() % 2**32
+seed = 1
 sys.stdout.write(f"seed {seed}\n")
 torch.manual_seed(seed)
 check_experts(1, (7, 96, 64), 3, False, SITU)

@@ -6,7 +6,6 @@ run draws new inputs from a printed seed. Usage: triton_check.py OP DEVICE
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -524,7 +523,7 @@ CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
 
 
 def main() -> None:
-    seed = time.time_ns() % 2**32
+    seed = 1
     sys.stdout.write(f"seed {seed}\n")
     torch.manual_seed(seed)
     poison()

@@ -103,7 +103,7 @@ def logits(model: K3Model, ids: torch.Tensor) -> torch.Tensor:
 def triton(directory: Path) -> dict[str, float]:
     from k3vl.kernels.choice import triton_kernels
 
-    generator = torch.Generator().manual_seed(time.time_ns() % 2**32)
+    generator = torch.Generator().manual_seed(1)
     ids = torch.randint(512, (2, 21), generator=generator)
     ours = load(directory, triton_kernels("tests"), torch.float32)
     assert ours.experts == "mxfp4"

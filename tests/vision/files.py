@@ -23,6 +23,12 @@ def exif_bytes(orientation, order="<"):
     )
 
 
+def noise(size, spread=80, seed=0):
+    """Grey noise, the same in every run: Pillow's own is drawn by a generator that others use."""
+    drawn = np.random.default_rng(seed).normal(128, spread, (size[1], size[0]))
+    return Image.fromarray(drawn.clip(0, 255).astype(np.uint8))
+
+
 def corners(width=64, height=48):
     """Red left bar, green bottom bar, on white."""
     image = Image.new("RGB", (width, height), "white")

@@ -19,7 +19,7 @@ from k3vl.vision.image import load_image
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor, model_view
 from tests.timing import cpu_limit
-from tests.vision.files import corners, encode, exif_bytes, png_chunk, raw_png
+from tests.vision.files import corners, encode, exif_bytes, noise, png_chunk, raw_png
 
 PROCESSOR = MediaProcessor(K3_MEDIA)
 
@@ -404,8 +404,8 @@ def test_random_bytes_never_leak_an_address(tmp_path):  # R22, I54
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP", "BMP", "PPM", "GIF"])
 def test_cut_files_are_called_truncated(fmt):  # R13, I32
-    noise = Image.frombytes("RGB", (200, 160), random.Random(1).randbytes(200 * 160 * 3))
-    whole = encode(noise, fmt)
+    grain = Image.frombytes("RGB", (200, 160), random.Random(1).randbytes(200 * 160 * 3))
+    whole = encode(grain, fmt)
     assert error(whole[: len(whole) * 6 // 10]) == "image_truncated"
     assert PROCESSOR.process(whole).layout.width == 200
 
@@ -506,7 +506,7 @@ def test_opened_pictures_are_read_through_the_same_path(tmp_path):  # I6
 
 
 def test_cut_file_that_someone_else_opened_is_an_error_too():
-    data = encode(Image.effect_noise((200, 200), 90), "JPEG")
+    data = encode(noise((200, 200), 90), "JPEG")
     assert error(Image.open(io.BytesIO(data[: len(data) // 2]))) == "image_truncated"
 
 

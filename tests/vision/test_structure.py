@@ -9,7 +9,7 @@ from PIL import Image
 from k3vl.vision.limits import DEFAULT_LIMITS
 from k3vl.vision.structure import box_ends_early, count_pages, png_without_text
 from tests.timing import cpu_limit
-from tests.vision.files import encode, png_chunk, raw_png
+from tests.vision.files import encode, noise, png_chunk, raw_png
 from tests.vision.test_image import PROCESSOR, error, seen
 
 
@@ -86,6 +86,6 @@ def test_count_agrees_with_the_decoder():
 
 
 def test_cut_avif_is_called_truncated():
-    data = encode(Image.effect_noise((64, 64), 90).convert("RGB"), "AVIF")
+    data = encode(noise((64, 64), 90).convert("RGB"), "AVIF")
     assert not box_ends_early(data)
     assert error(data[: len(data) * 6 // 10]) == "image_truncated"

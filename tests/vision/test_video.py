@@ -22,7 +22,7 @@ from k3vl.vision.plan import plan_frame, sample_frames
 from k3vl.vision.processor import MediaProcessor, model_view
 from k3vl.vision.timeline import Timeline, repair_times
 from tests.timing import cpu_limit
-from tests.vision.files import corners, encode, level, solid_frames, video
+from tests.vision.files import corners, encode, level, noise, solid_frames, video
 
 PROCESSOR = MediaProcessor(K3_MEDIA)
 MILLI = Fraction(1, 1000)
@@ -626,8 +626,8 @@ def test_transparent_animation_lies_on_the_background():
 
 
 def test_gif_cut_in_the_middle_gives_its_beginning():
-    noise = [Image.effect_noise((64, 64), 60 + i) for i in range(6)]
-    data = encode(noise[0], "GIF", save_all=True, append_images=noise[1:], duration=200)
+    grains = [noise((64, 64), 60 + i) for i in range(6)]
+    data = encode(grains[0], "GIF", save_all=True, append_images=grains[1:], duration=200)
     media = PROCESSOR.process(data[: len(data) * 6 // 10], "video")
     assert 1 <= len(media.frame_times) < 6
     assert "damaged after frame" in media.warnings[0]
