@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +43,16 @@ if TYPE_CHECKING:
     from k3vl.load import Device
     from k3vl.types import EncoderItem
 
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-"""Of the largest error of a row of logits, as the ratio of its norm to the reference's.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+"""Of the logits' error, row by row the ratio of its norm to the reference's: the larger one of the
+median over a prompt and the median over decoding.
 
-Measured where every token goes to the same experts of a layer: with random weights and 16 of 896
-free to choose, the roundings of bfloat16 decide between experts, and half of the rows are off by a
-third.
+Measured where every token goes to the same experts of a layer. Plain PyTorch in bfloat16 is then
+0.04 away from itself in float32, and a row that has nothing in common is off by 1.4. With random
+weights and a free choice of experts roundings choose other ones: 0.35 to 0.47.
 """
+_PROMPT, _DECODED = 40, 8
+"""Tokens whose logits are compared."""
 PUBLISHED = {
     ("prefill", 1024): 44.0,
     ("prefill", 4096): 136.0,
@@ -222,9 +226,10 @@ def _checked_model(
     del model  # there is room for one
     with _same_experts(draw(kernels), options.seed) as model:
         got = _logits(model, options)
-    error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+    rows = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    error = max(float(part.median()) for part in rows.split([_PROMPT, _DECODED]))
     if not error < LIMITS[dtype]:
-        raise BackendError(f"logits are off by {error:.1e}, allowed are {LIMITS[dtype]:.0e}")
+        raise BackendError(f"logits are off by {error:.1e}, allowed are {LIMITS[dtype]:g}")
     return model, error
 
 
@@ -244,14 +249,15 @@ def _same_experts(model: K3Model, seed: int) -> Iterator[K3Model]:
 
 
 def _logits(model: K3Model, options: SliceOptions) -> torch.Tensor:
-    """All logits of a prompt of 45 tokens, and of three tokens decoded behind it; float64."""
+    """All logits of a prompt, and of tokens decoded behind it; float64."""
     dtype, device = model.embedding.dtype, model.embedding.device
     sizes = plan_cache(model.config, dtype, budget_bytes=1 << 50, page_size=64)
     sizes = replace(sizes, num_units=sizes.units_per_slot + 1)
     cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
-    ids = _prompt(48, model.config.vocab_size, options.seed)
+    ids = _prompt(_PROMPT + _DECODED, model.config.vocab_size, options.seed)
+    borders = [0, *range(_PROMPT, _PROMPT + _DECODED + 1)]
     rows = []
-    for begin, end in ((0, 45), (45, 46), (46, 47), (47, 48)):
+    for begin, end in pairwise(borders):
         row = Row(
             token_ids=ids[begin:end],
             context_len=begin,
