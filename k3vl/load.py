@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 SMALL_HIDDEN_SIZE = 1024
 """Below this width a model's operations gain nothing from a second CPU thread."""
-REUSE_PAGE = 32
-"""Tokens of a page where the kernels' rows are independent; 16 would waste a quarter of it."""
+REUSE_PAGE = 16
+"""Tokens of a page where the kernels' rows are independent: what is not reused is short. Of the demo
+model's units a quarter is lost in such pages, 3 % in pages of 32."""
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 

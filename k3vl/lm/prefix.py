@@ -10,11 +10,11 @@ Who owns what::
     path (references held) ^^^^^^^  ^^^^^ private      ^^^^ private
     checkpoint            at n2: immutable, no references unless somebody copies it right now
 
-A request writes only private units. A prompt page that is complete is handed to the tree; when the
-tree has it already (two requests computed the same prefix), the request's copy is freed and the
-tree's is used: both hold the same bits. A hit takes the pages down to the deepest checkpoint, and
-copies the checkpoint into the request's own slot. Only what prefill computed enters the tree; what
-decoding computed differs in rounding, and a warm answer must equal a cold one to the last bit.
+A request writes only private units. A page that is complete is handed to the tree; when the tree
+has it already (two requests computed the same prefix), the request's copy is freed and the tree's
+is used: both hold the same bits. A hit takes the pages down to the deepest checkpoint, and copies
+the checkpoint into the request's own slot. What decoding computed enters the tree only where it is
+what prefill would have computed, bit for bit; a warm answer must equal a cold one.
 """
 
 from __future__ import annotations
@@ -36,16 +36,25 @@ def page_keys(
     token_ids: Sequence[int], spans: Sequence[MediaSpan], page_size: int, salt: str | None
 ) -> list[PageKey]:
     """Keys of all whole pages of a prompt."""
-    keys: list[PageKey] = []
-    for begin in range(0, len(token_ids) - page_size + 1, page_size):
-        media = tuple(
-            (span.item.digest, span.offset - begin)
-            for span in spans
-            if span.offset < begin + page_size and begin < span.offset + span.item.num_tokens
-        )
-        page = tuple(token_ids[begin : begin + page_size])
-        keys.append((page, media) if begin else (salt, page, media))
-    return keys
+    begins = range(0, len(token_ids) - page_size + 1, page_size)
+    return [page_key(token_ids, spans, page_size, salt, begin) for begin in begins]
+
+
+def page_key(
+    token_ids: Sequence[int],
+    spans: Sequence[MediaSpan],
+    page_size: int,
+    salt: str | None,
+    begin: int,
+) -> PageKey:
+    """Key of the whole page that begins at token ``begin``."""
+    media = tuple(
+        (span.item.digest, span.offset - begin)
+        for span in spans
+        if span.offset < begin + page_size and begin < span.offset + span.item.num_tokens
+    )
+    page = tuple(token_ids[begin : begin + page_size])
+    return (page, media) if begin else (salt, page, media)
 
 
 @dataclass(slots=True, eq=False)

@@ -171,8 +171,8 @@ def test_concurrent_cold_starts_of_one_prefix() -> None:
     assert len(runner.encoder.encoded) == 3, "every picture once"
 
 
-def test_preemption_changes_no_bit() -> None:
-    """Three requests start where only one can end; what they have generated is replayed."""
+def test_preemption_changes_no_bit(model, monkeypatch) -> None:
+    """Three requests start where only one can end; what is not kept is computed again."""
     sizes = engine().scheduler.sizes
     prompts = [text(20 + i, seed=i) for i in range(3)]
     options = {"max_tokens": 60, "temperature": 0.8, "seed": 5}
@@ -180,9 +180,70 @@ def test_preemption_changes_no_bit() -> None:
     units = 3 * (sizes.units_per_slot + 2) + 2
     runner = engine(cache_bytes=units * sizes.unit_bytes)
     answers = [Answer(runner, i, prompt, **options) for i, prompt in enumerate(prompts)]
+    decoded: list[int] = []
+    decode = Engine._decode
+
+    def counted(self, jobs):
+        decoded.append(len(jobs))
+        decode(self, jobs)
+
+    monkeypatch.setattr(Engine, "_decode", counted)
     finish(runner)
     assert runner.stats().preemptions > 0
     assert all(a.same_as(w) for a, w in zip(answers, want, strict=True))
+    once = sum(len(answer.inbox.ids) - 1 for answer in answers)
+    assert (sum(decoded) <= once) == model.kernels.row_independent, "otherwise some are replayed"
+
+
+@pytest.mark.parametrize("answered", [1, 5, 14, 15, 16, 17, 30, 33, 47])
+def test_the_next_turn_starts_behind_the_answer(model, answered: int) -> None:
+    """What decoding computed is what prefill computes, where rows are independent."""
+    runner, first = engine(), with_media(70, tail=0)
+    said = ask(runner, first, max_tokens=answered, temperature=0.9, seed=answered).inbox.ids
+    ids = (*first.token_ids, *said, *tokens(20, seed=5))
+    warm = ask(runner, prompt := Prompt(ids, first.spans))
+    assert warm.same_as(cold(prompt))
+    seen = 70 + len(said) - 1  # the last token was never run
+    known = seen if model.kernels.row_independent else 70
+    assert warm.cached == known // PAGE * PAGE
+    other = Prompt((*ids[:75], 9, *ids[76:]), first.spans)
+    assert ask(runner, other).same_as(cold(other)), "the user changed what the model had said"
+
+
+def test_answers_share_nothing_across_salts() -> None:
+    """The salt lies in the key of the first page, which decoding completed here."""
+    runner, prompt = engine(), text(PAGE - 6)
+    said = ask(runner, prompt, max_tokens=30, cache_salt="a").inbox.ids
+    turn = Prompt((*prompt.token_ids, *said))
+    assert ask(runner, turn, cache_salt="b").cached == 0
+    again = ask(runner, turn, cache_salt="b")
+    assert again.cached == (len(turn.token_ids) - 1) // PAGE * PAGE
+
+
+def test_prompts_share_a_pass_where_rows_are_independent(model, monkeypatch) -> None:
+    """Scored ones take one for themselves: they want the logits of every row."""
+    passes = []
+    forward = Engine._forward
+
+    def watched(self, rows, **options):
+        passes.append([len(row.token_ids) for row in rows])
+        return forward(self, rows, **options)
+
+    monkeypatch.setattr(Engine, "_forward", watched)
+    runner = engine(reuse=False)
+    prompts = [text(length, seed=length) for length in (9, 14, 33)]
+    answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(prompts)]
+    finish(runner)
+    together = [[9, 14, 33]] if model.kernels.row_independent else [[9], [14], [16], [16], [1]]
+    assert passes == together
+    assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, prompts, strict=True))
+    passes.clear()
+    answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(prompts[:2])]
+    inbox = Inbox()
+    runner.add_scored(7, prompts[2], tokens(3, seed=1), inbox)
+    finish(runner)
+    assert inbox.ids == tokens(3, seed=1)
+    assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, prompts, strict=False))
 
 
 def test_media_are_told_apart_by_content_not_by_pads() -> None:
