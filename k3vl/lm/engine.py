@@ -28,6 +28,7 @@ from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets, row_of
+from k3vl.lm.packing import ExactCheckpoints, PackedCheckpoints, states_as
 from k3vl.lm.prefix import page_key, page_keys
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from k3vl.lm.batch import Row
     from k3vl.lm.features import Feature
     from k3vl.lm.model import K3Model
+    from k3vl.lm.packing import CheckpointDtype, Checkpoints
     from k3vl.types import EncoderItem, Prompt, SamplingParams
 
 
@@ -58,6 +60,8 @@ class EngineConfig:
         prefill_chunk: prompt tokens of one request in a step; at least a page.
         max_step_patches: patches encoded in one step; a larger item is encoded alone.
         reuse: keep the state of prompts and media for later requests.
+        checkpoint_dtype: how states that are kept for later lie in memory; all but ``exact`` take
+            less of it and make answers behind a hit differ in rounding (docs/caching.md).
         exact_decode: make tokens and logits bit-identical in any company where the kernels do not
             by themselves, by decoding one request at a time; costs throughput.
         num_threads: CPU threads of one operation; None leaves it to torch. Operations on a small
@@ -71,6 +75,7 @@ class EngineConfig:
     prefill_chunk: int = 1024
     max_step_patches: int = 4096
     reuse: bool = True
+    checkpoint_dtype: CheckpointDtype = "exact"
     exact_decode: bool = False
     num_threads: int | None = None
 
@@ -98,12 +103,22 @@ class Engine:
             ConfigError: the cache budget is too small, or the page size is no multiple of 16.
         """
         dtype, device = model.embedding.dtype, model.embedding.device
+        states = states_as(config.checkpoint_dtype)
         sizes = plan_cache(
-            model.config, dtype, budget_bytes=config.cache_bytes, page_size=config.page_size
+            model.config,
+            dtype,
+            budget_bytes=config.cache_bytes,
+            page_size=config.page_size,
+            states=states,
         )
         self.model, self.encoder, self.config = model, encoder, config
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
+        self.checkpoints: Checkpoints = (
+            ExactCheckpoints(self.cache)
+            if states is None
+            else PackedCheckpoints(self.cache, states, model.config.linear_attn_config.head_dim)
+        )
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -306,7 +321,7 @@ class Engine:
         if not sequence.num_generated:
             self.times.queue += time.perf_counter() - job.arrived
         if sequence.restore is not None:
-            self.cache.copy(sequence.restore.units, sequence.slot)
+            self.checkpoints.load(sequence.restore.units, sequence.slot)
         else:
             assert sequence.num_cached == 0
             self.cache.clear(sequence.slot)
@@ -408,7 +423,7 @@ class Engine:
             if checkpoint is not None:
                 assert done == count, "a pass ends where a checkpoint is wanted"
                 assert sequence.slot is not None
-                self.cache.copy(sequence.slot, checkpoint)
+                self.checkpoints.save(sequence.slot, checkpoint)
 
     def _pass_length(self, sequence: Sequence, end: int) -> int:
         """Tokens of the next prefill pass, on the way to ``end``."""

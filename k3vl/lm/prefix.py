@@ -89,11 +89,11 @@ class Match:
 class PrefixTree:
     """The tree, and the entries of the arena that it hangs on."""
 
-    def __init__(self, arena: Arena, *, page_size: int, units_per_slot: int) -> None:
+    def __init__(self, arena: Arena, *, page_size: int, units_per_checkpoint: int) -> None:
         """An empty tree."""
         self.arena = arena
         self.page_size = page_size
-        self.units_per_slot = units_per_slot
+        self.units_per_checkpoint = units_per_checkpoint
         self.root = Node(None, (), 0)
 
     def match(self, keys: Sequence[PageKey], limit: int) -> Match:
@@ -142,13 +142,13 @@ class PrefixTree:
         while above is not None and above.checkpoint is None and above.depth:
             above = above.parent
         pages = node.depth - (above.depth if above is not None else 0)
-        return pages * self.page_size / (self.units_per_slot + pages)
+        return pages * self.page_size / (self.units_per_checkpoint + pages)
 
     def reserve(self, node: Node) -> tuple[int, ...] | None:
         """Units for a checkpoint at ``node``, or None: nothing cheaper is there to give way."""
         assert node.checkpoint is None
         rank = self.arena.floor + self.worth(node)
-        return self.arena.try_take(self.units_per_slot, "checkpoint", rank)
+        return self.arena.try_take(self.units_per_checkpoint, "checkpoint", rank)
 
     def attach(self, node: Node, units: tuple[int, ...], depth: int) -> None:
         """Keep a state that was copied into ``units``; it must be the state at the node's depth."""

@@ -116,7 +116,7 @@ class Scheduler:
         self.tree = PrefixTree(
             self.arena,
             page_size=self.sizes.page_size,
-            units_per_slot=self.sizes.units_per_slot,
+            units_per_checkpoint=self.sizes.units_per_checkpoint,
         )
         self.features = FeatureStore(self.arena, keep_idle=self.reuse)
 
@@ -379,7 +379,8 @@ class Scheduler:
         self.counts.preemptions += 1
         depth, rest = divmod(sequence.num_cached, self._page)
         at_border = not rest and 0 < depth == len(sequence.path) and sequence.restore is None
-        if at_border and sequence.path[-1].checkpoint is None and sequence.slot is not None:
+        as_it_is = at_border and not self.sizes.packed_units
+        if as_it_is and sequence.path[-1].checkpoint is None and sequence.slot is not None:
             # Its state is the state of a page's end: keep it as it lies, nobody writes it any more.
             self.arena.relabel(sequence.slot, "slot", "checkpoint")
             self.tree.attach(sequence.path[-1], sequence.slot, depth)
