@@ -28,12 +28,13 @@ from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets, row_of
-from k3vl.lm.packing import ExactCheckpoints, PackedCheckpoints, states_as
+from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.prefix import page_key, page_keys
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
 from k3vl.lm.stats import EngineStats, StageTimes
+from k3vl.lm.tier import HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from k3vl.lm.batch import Row
     from k3vl.lm.features import Feature
     from k3vl.lm.model import K3Model
-    from k3vl.lm.packing import CheckpointDtype, Checkpoints
+    from k3vl.lm.packing import CheckpointDtype
     from k3vl.types import EncoderItem, Prompt, SamplingParams
 
 
@@ -56,6 +57,7 @@ class EngineConfig:
         cache_bytes: memory of all state: KDA slots and checkpoints, MLA pages, media features.
         page_size: tokens of an MLA page, and of a prefill pass unless the kernels' rows are
             independent; a multiple of 16. Prefixes are reused in whole pages.
+        host_cache_bytes: host memory for what goes from there, to come back when it is asked for.
         max_step_tokens: tokens of one step, over all requests; at least a page.
         prefill_chunk: prompt tokens of one request in a step; at least a page.
         max_step_patches: patches encoded in one step; a larger item is encoded alone.
@@ -70,6 +72,7 @@ class EngineConfig:
 
     max_requests: int = 32
     cache_bytes: int = 512 * 2**20
+    host_cache_bytes: int = 0
     page_size: int = 64
     max_step_tokens: int = 2048
     prefill_chunk: int = 1024
@@ -114,11 +117,10 @@ class Engine:
         self.model, self.encoder, self.config = model, encoder, config
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
-        self.checkpoints: Checkpoints = (
-            ExactCheckpoints(self.cache)
-            if states is None
-            else PackedCheckpoints(self.cache, states, model.config.linear_attn_config.head_dim)
-        )
+        head_dim = model.config.linear_attn_config.head_dim
+        self.checkpoints = checkpoints_of(self.cache, states, head_dim)
+        host_bytes = config.host_cache_bytes if config.reuse else 0
+        self.tier = HostTier(self.cache, host_bytes) if host_bytes else None
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -127,6 +129,7 @@ class Engine:
             max_requests=config.max_requests,
             reuse=config.reuse,
             keep_decoded=model.kernels.row_independent,
+            tier=self.tier,
         )
         self.jobs: dict[int, Job] = {}
         self.times = StageTimes()
@@ -292,7 +295,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done; safe on any thread."""
-        return EngineStats.of(self.scheduler, self.times)
+        return EngineStats.of(self.scheduler, self.times, self.tier)
 
     def step(self) -> bool:
         """Run one step; False when there is nothing to do."""

@@ -120,6 +120,11 @@ class PackedCheckpoints:
         windows[cells] = content[split : split + size].clone().view(windows.dtype).view(shape)
 
 
+def checkpoints_of(cache: HybridCache, states: States | None, head: int) -> Checkpoints:
+    """Of a cache whose states are [head, head], packed if ``states`` says how."""
+    return ExactCheckpoints(cache) if states is None else PackedCheckpoints(cache, states, head)
+
+
 def states_as(dtype: CheckpointDtype) -> States | None:
     """The packing of an ``EngineConfig.checkpoint_dtype``; None keeps states as they are."""
     packings: dict[CheckpointDtype, States | None] = {

@@ -30,6 +30,7 @@ from k3vl.lm.prefix import Match, PrefixTree
 from k3vl.lm.sequence import Sequence, media_units
 
 if TYPE_CHECKING:
+    from k3vl.lm.arena import Tier
     from k3vl.lm.cache import CacheSizes
     from k3vl.lm.features import Feature
 
@@ -90,6 +91,7 @@ class Scheduler:
         reuse: keep what ended requests leave behind.
         keep_decoded: decoding leaves the bits that prefill would (kernels with independent rows),
             so its pages and states are kept too, and nothing is replayed token by token.
+        tier: where evicted entries go and come back from, if anywhere.
     """
 
     sizes: CacheSizes
@@ -99,6 +101,7 @@ class Scheduler:
     max_requests: int = 1 << 30
     reuse: bool = True
     keep_decoded: bool = False
+    tier: Tier | None = None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
@@ -117,8 +120,9 @@ class Scheduler:
             self.arena,
             page_size=self.sizes.page_size,
             units_per_checkpoint=self.sizes.units_per_checkpoint,
+            tier=self.tier,
         )
-        self.features = FeatureStore(self.arena, keep_idle=self.reuse)
+        self.features = FeatureStore(self.arena, keep_idle=self.reuse, tier=self.tier)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -157,6 +161,8 @@ class Scheduler:
         assert not self.running
         assert not self.waiting
         self.arena.drop_idle()
+        if self.tier is not None:
+            self.tier.clear()
 
     # ------------------------------------------------------------------ a step
 
@@ -238,6 +244,10 @@ class Scheduler:
             match = self.tree.match(sequence.keys, (sequence.num_prefill - 1) // self._page)
             if self._is_ahead(sequence, match):
                 continue
+            if self.tier is not None and self._has_room_to_revive(sequence):
+                limit = (sequence.num_prefill - 1) // self._page
+                self.tree.revive(sequence.keys, limit)
+                match = self.tree.match(sequence.keys, limit)
             # Alone it may even do without its hit: the checkpoint and the slot it is copied into
             # may be more than the arena holds.
             if not self._enter(sequence, match) and (
@@ -262,6 +272,13 @@ class Scheduler:
                 other.wanted.add(common)
                 return True
         return False
+
+    def _has_room_to_revive(self, sequence: Sequence) -> bool:
+        """Whether it can enter beside its pages and a checkpoint that come back for it."""
+        sizes = self.sizes
+        state = sizes.units_per_slot + sizes.units_per_checkpoint
+        spare = media_units(sequence, sizes) + len(self.running)
+        return self._fits(state, sizes.pages(sequence.num_prefill) + spare)
 
     def _enter(self, sequence: Sequence, match: Match) -> bool:
         """Take a slot and the prompt's pages, if they fit beside what runs."""
@@ -361,7 +378,8 @@ class Scheduler:
             if not self._make_room(sequence, units):
                 return False
             feature = self.features.make(item, units)
-            self._encode.append(feature)
+            if not feature.ready:
+                self._encode.append(feature)
         sequence.pinned[index] = feature
         return True
 

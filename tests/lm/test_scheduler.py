@@ -52,6 +52,8 @@ class Machine:
         self.state: dict[int, tuple] = {}  # unit -> what was written there, as (family key, depth)
         self.encoded: list[str] = []
         self.decoded = 0
+        if isinstance(plan.tier, FakeTier):
+            plan.tier.state = self.state
 
     def step(self) -> list[Sequence]:
         """One step; the sequences that finished."""
@@ -111,6 +113,30 @@ class Machine:
         return True
 
 
+class FakeTier:
+    """Keeps what a machine wrote into the units, a few of them at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.state, self.held = size, {}, {}
+
+    def __contains__(self, name) -> bool:
+        return name in self.held
+
+    def store(self, name, units) -> None:
+        self.held.pop(name, None)
+        self.held[name] = [self.state.get(unit) for unit in units]
+        while sum(map(len, self.held.values())) > self.size:
+            del self.held[next(iter(self.held))]
+
+    def fetch(self, name, units) -> bool:
+        content = self.held.get(name, ())
+        self.state.update(zip(units, content, strict=bool(content)))
+        return bool(content)
+
+    def clear(self) -> None:
+        self.held.clear()
+
+
 def random_sequence(rng: random.Random, number: int, units: int, slot: int) -> Sequence:
     room = (units - slot - 4) * PAGE
     prompt = rng.randint(1, max(1, room * 2 // 3))
@@ -155,6 +181,7 @@ def random_traces(seeds: range) -> None:
             max_step_patches=rng.randint(1, 80),
             reuse=rng.random() < 0.8,
             keep_decoded=rng.random() < 0.5,
+            tier=rng.choice((None, FakeTier(rng.randint(1, 60)))),
         )
         machine = Machine(plan, check_every=9 if seed % 5 else 1)
         live, arrivals, steps = {}, [], 0
@@ -332,6 +359,23 @@ def test_after_a_preemption_only_what_is_not_kept_is_replayed(*, keep_decoded: b
     assert plan.counts.preemptions > 0
     assert (machine.decoded <= 2 * (5 * PAGE - 1)) == keep_decoded
     assert plan.counts.recomputed_tokens > 0
+
+
+def test_what_went_to_another_tier_comes_back() -> None:
+    """Pages and the deepest state; a prompt that does not fit beside them does without."""
+    tier = FakeTier(100)
+    plan = scheduler(units=20, budget=64, chunk=64, tier=tier)
+    machine = Machine(plan)
+    hits = []
+    for family in (1, 2, 1, 3, 1):
+        new = sequence(len(hits), 8 * PAGE + 1, 2, family=family)
+        plan.add(new)
+        finish_all(machine)
+        hits.append(new.num_hit)
+    assert hits == [0, 0, 8 * PAGE, 0, 8 * PAGE]
+    assert plan.arena.evictions["checkpoint"] > 0
+    plan.forget()
+    assert not tier.held
 
 
 def test_without_room_a_checkpoint_is_left_out() -> None:
