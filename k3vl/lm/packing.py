@@ -3,7 +3,7 @@
 A slot is float32 states [K, V], one per cell, each with its convolution window. ``exact`` copies
 its units. ``bfloat16`` rounds the states; ``int8`` keeps a byte for every element and a float32
 scale for every row of K: a key channel decays as a whole, so rows differ in size by orders of
-magnitude. Windows are a few per cent of the bytes and stay exact. With anything but ``exact`` what
+magnitude. Windows (3 % of K3's bytes) stay exact. With anything but ``exact`` what
 is computed behind a restored checkpoint is no longer what a cold run computes.
 """
 

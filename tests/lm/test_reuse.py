@@ -127,6 +127,17 @@ def test_prefixes_around_a_page_border(pages: int, off: int) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 127, 130])
 def test_any_chunk_gives_the_same_bits(chunk: int) -> None:
+    check_chunks(chunk)
+
+
+@pytest.mark.slow
+def test_every_chunk_gives_the_same_bits() -> None:
+    for chunk in range(1, 131):
+        check_chunks(chunk)
+
+
+def check_chunks(chunk: int) -> None:
+    """Cold and warm, in chunks of so many tokens (at least a page), and in one."""
     prompt = with_media(150, tail=0)
     runner = engine(prefill_chunk=chunk, max_step_tokens=chunk)
     want = cold(prompt)
@@ -332,39 +343,60 @@ def test_stats_add_up() -> None:
 # ------------------------------------------------------------------ soak
 
 
-def soak(steps: int, seed: int, *, seconds: float = float("inf")) -> Engine:
-    """Random arrivals, cancels and families of prompts in a cache just above the minimum."""
+def soak(steps: int, seed: int, *, seconds: float = float("inf"), host: int = 0) -> Engine:
+    """Random arrivals, cancels and families of prompts in a cache just above the minimum.
+
+    Chats go on: some prompts are an earlier prompt with its answer and a few tokens more.
+    """
     import time
 
     sizes = engine().scheduler.sizes
     least = sizes.units_per_slot + sizes.pages(170) + 6
-    runner = engine(cache_bytes=(least + 2) * sizes.unit_bytes, max_requests=6, exact_decode=False)
+    runner = engine(
+        cache_bytes=(least + 2) * sizes.unit_bytes,
+        host_cache_bytes=host,
+        max_requests=6,
+        exact_decode=False,
+    )
     rng, number, until = random.Random(seed), 0, time.monotonic() + seconds
     inboxes: dict[int, Inbox] = {}
+    prompts: dict[int, Prompt] = {}
+    chats: list[Prompt] = []
     for _ in range(steps):
         if time.monotonic() > until:
             break
-        if len(runner.jobs) < 8 and rng.random() < 0.2:
-            kind, length = rng.randrange(4), rng.randint(60, 140)
-            prompt = with_media(length, tail=kind) if kind else text(length, seed=rng.randrange(3))
+        if len(runner.jobs) < 8 and rng.random() < 0.4:
+            kind, length = rng.choice((0, 0, 0, 1, 2, 3)), rng.randint(60, 140)
+            prompt = with_media(length, tail=kind) if kind else text(length // 4, seed=length % 3)
+            if chats and rng.random() < 0.4:
+                prompt = chats.pop(rng.randrange(len(chats)))
             inboxes[number] = Inbox()
-            sampling = SamplingParams(max_tokens=rng.randint(1, 30), seed=number, temperature=0.7)
+            most = min(60, 170 - len(prompt.token_ids))
+            sampling = SamplingParams(max_tokens=rng.randint(1, most), seed=number, temperature=0.7)
             runner.add(number, prompt, sampling, inboxes[number])
+            prompts[number] = prompt
             number += 1
         if runner.jobs and rng.random() < 0.03:
             runner.cancel(rng.choice(list(runner.jobs)))
         assert runner.step() == bool(runner.jobs) or not runner.jobs
         runner.scheduler.check_integrity()
         for done in [n for n in inboxes if n not in runner.jobs]:
-            assert inboxes.pop(done).ended
+            inbox = inboxes.pop(done)
+            assert inbox.ended
+            asked = prompts.pop(done)
+            ids = (*asked.token_ids, *inbox.ids, *tokens(3, seed=done))
+            if len(ids) < 140 and rng.random() < 0.5:
+                chats = [*chats[-4:], Prompt(ids, asked.spans)]
     finish(runner)
     assert all(inbox.ended for inbox in inboxes.values())
     assert runner.scheduler.arena.num_available == runner.scheduler.arena.size
     return runner
 
 
-def test_a_short_soak() -> None:
-    stats = soak(120, seed=1).stats()
+@pytest.mark.parametrize("host", [0, 20_000])
+def test_a_short_soak(host: int) -> None:
+    stats = soak(250, seed=4, host=host).stats()
+    assert (stats.host_fetches > 0) == (host > 0)
     assert stats.preemptions > 0
     assert stats.hit_tokens > 0
     assert sum(stats.evictions.values()) > 0
@@ -376,11 +408,12 @@ def test_a_long_soak() -> None:
     import psutil
 
     process = psutil.Process()
-    soak(2000, seed=2)
+    soak(2000, seed=2, host=20_000)
     before = process.memory_info().rss
-    stats = soak(10**9, seed=3, seconds=600).stats()
+    stats = soak(10**9, seed=3, seconds=600, host=20_000).stats()
     assert process.memory_info().rss - before < 64 * 2**20
-    assert stats.preemptions > 100
+    assert stats.preemptions > stats.steps // 500
+    assert stats.host_fetches > stats.steps // 100
 
 
 def test_vocabulary_of_the_fake_prompts_is_the_models() -> None:
