@@ -29,6 +29,7 @@ from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets, row_of
 from k3vl.lm.packing import checkpoints_of, states_as
+from k3vl.lm.passes import next_pass
 from k3vl.lm.prefix import page_key, page_keys
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
@@ -386,13 +387,10 @@ class Engine:
             sequence.keys = (*sequence.keys, key)
 
     def _prefill(self, todo: list[tuple[Job, int]]) -> None:
-        """Bring every request to so many tokens; together where rows are independent."""
+        """Bring every request to so many tokens."""
+        size, independent = self.config.page_size, self.model.kernels.row_independent
         while todo:
-            apart = todo[0][0].targets is not None or not self.model.kernels.row_independent
-            together = todo[:1] if apart else [pair for pair in todo if pair[0].targets is None]
-            self._prefill_pass(
-                [(job, self._pass_length(job.sequence, end)) for job, end in together]
-            )
+            self._prefill_pass(next_pass(todo, size, row_independent=independent))
             todo = [(job, end) for job, end in todo if job.sequence.num_cached < end]
 
     def _prefill_pass(self, parts: list[tuple[Job, int]]) -> None:
@@ -427,16 +425,6 @@ class Engine:
                 assert done == count, "a pass ends where a checkpoint is wanted"
                 assert sequence.slot is not None
                 self.checkpoints.save(sequence.slot, checkpoint)
-
-    def _pass_length(self, sequence: Sequence, end: int) -> int:
-        """Tokens of the next prefill pass, on the way to ``end``."""
-        size, begin = self.config.page_size, sequence.num_cached
-        if not self.model.kernels.row_independent:
-            return min(size, end - begin)
-        deepest = len(sequence.keys)  # no checkpoint lies further down
-        wanted = (depth * size for depth in sequence.wanted if depth <= deepest)
-        ahead = [place for place in wanted if begin < place < end]
-        return min(ahead, default=end) - begin
 
     def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
         batch = build_batch(rows, self.cache)

@@ -249,6 +249,12 @@ def test_prompts_share_a_pass_where_rows_are_independent(model, monkeypatch) -> 
     assert passes == together
     assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, prompts, strict=True))
     passes.clear()
+    several = [text(100, seed=seed) for seed in range(4)]
+    answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(several)]
+    finish(runner)
+    if model.kernels.row_independent:
+        assert passes == [[100, 100], [100, 100]], "the first need not wait for the last"
+    assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, several, strict=True))
     answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(prompts[:2])]
     inbox = Inbox()
     runner.add_scored(7, prompts[2], tokens(3, seed=1), inbox)
