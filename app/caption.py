@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from k3vl.app.captioning.durable import try_place
 from k3vl.app.captioning.engines import LOCAL_PARALLEL, Engine, LocalEngine
 from k3vl.app.captioning.files import Choice, is_folder
 from k3vl.app.captioning.journal import Journal
@@ -38,6 +40,7 @@ from k3vl.app.captioning.sidecars import Sidecars
 from k3vl.app.captioning.tables import TABLE_SUFFIXES, ColumnMap
 from k3vl.app.captioning.tar_output import TarOutput
 from k3vl.app.captioning.worker import Worker
+from k3vl.app.extras import needs_extra
 from k3vl.app.inspect import media_config
 from k3vl.app.output import printable, write_record, write_text
 from k3vl.errors import ConfigError
@@ -80,6 +83,8 @@ def caption(options: CaptionOptions) -> int:
             _dry_run(options, listing, sidecars, journal, surveyed)
             return 0
         _check_existing(options, surveyed, journal)
+        if options.outputs.report is not None:
+            try_place(options.outputs.report)
         outputs = _outputs(stack, options, journal)
         if journal is None and place is not None:
             journal = _open_journal(stack, options, place)
@@ -247,12 +252,17 @@ def _outputs(stack: ExitStack, options: CaptionOptions, journal: Journal | None)
         if form != "jsonl" and not is_regular(path):
             raise ConfigError(f"{printable(path)}: a {form} output must be a regular file")
         if form == "tar":
-            opened.append(TarOutput(path, afresh=anew))
+            opened.append(TarOutput(path, afresh=anew and journal is None))
         elif form == "jsonl":
             opened.append(JsonLinesOutput(path))
         else:
             opened.append(TableOutput(path, form))
         stack.callback(opened[-1].close)
+    for output in opened:
+        if journal is None and isinstance(output, JsonLinesOutput) and output.is_foreign():
+            raise ConfigError(
+                f"{printable(output.path)}: holds lines that are no captions; choose another name"
+            )
     return opened
 
 
@@ -265,8 +275,7 @@ def _adopt(journal: Journal, outputs: list[Output]) -> None:
 
 def _with_ids(rows: Iterator[Row]) -> Iterator[Row]:
     for row in rows:
-        if "caption" in row or "error" in row:
-            yield {"id": row.get("path"), "prompt_id": "default", **row}
+        yield {"id": row.get("path"), "prompt_id": "default", **row}
 
 
 def _engine(options: CaptionOptions) -> Engine:
@@ -286,7 +295,8 @@ def _engine(options: CaptionOptions) -> Engine:
             local.close()
             raise
         return local
-    from k3vl.app.captioning.remote import RemoteEngine
+    with needs_extra("caption", "--base-url"):
+        from k3vl.app.captioning.remote import RemoteEngine
 
     engine = RemoteEngine(
         model.base_url,
@@ -328,10 +338,11 @@ def _policy(options: CaptionOptions) -> FetchPolicy:
 def _check(options: CaptionOptions, listing: Listing) -> None:
     """Refuse what cannot work, before anything is touched."""
     outputs, inputs = options.outputs, options.inputs
+    if "" in inputs.arguments:
+        raise ConfigError("an empty path is given")
     if "json" in outputs.sidecars and outputs.policy in ("append", "prepend"):
         raise ConfigError(f"--on-existing {outputs.policy} has no meaning for JSON sidecars")
-    if len(set(outputs.files)) < len(outputs.files):
-        raise ConfigError("--output: the same file is given twice")
+    _check_places(options, listing)
     Pages.parse(inputs.pages)
     if options.model.base_url is not None and options.model.min_confidence:
         raise ConfigError("--min-confidence: an endpoint's confidence is not known")
@@ -341,6 +352,33 @@ def _check(options: CaptionOptions, listing: Listing) -> None:
     tables = any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in inputs.arguments)
     has_columns = tables or listing.has_shards or "-" in inputs.arguments
     check_variables(options.prompts, None if has_columns else PATH_VARIABLES)
+
+
+def _check_places(options: CaptionOptions, listing: Listing) -> None:
+    """Nothing is written to a file that is read, or that something else is written to."""
+    outputs = options.outputs
+    given = [*(("--output", path) for path in outputs.files)]
+    for flag, path in (("--report", outputs.report), ("--journal", _journal_path(options))):
+        given += [(flag, path)] if path is not None else []
+    written = [(flag, path) for flag, path in given if is_regular(path)]
+    if len({os.path.realpath(path) for _, path in written}) < len(written):
+        raise ConfigError(f"{written[0][0]}: the same file is given twice")
+    present = {_identity(path): (flag, path) for flag, path in written if path.exists()}
+    if not present:
+        return
+    for name in listing.given():
+        if flag_and_path := present.get(_identity(name)):
+            flag, path = flag_and_path
+            raise ConfigError(f"{flag} {printable(path)}: is an input")
+
+
+def _identity(path: Path | str) -> tuple[int, int] | None:
+    """Of the file behind a name; None where there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _check_existing(options: CaptionOptions, surveyed: Survey, journal: Journal | None) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from k3vl.app.flags import api_key_option, base_url_option
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -138,12 +140,6 @@ _RUN = (
         show_default=True,
     ),
     click.option("--quiet", is_flag=True, help="No progress bar, no remarks."),
-)
-base_url_option = click.option(
-    "--base-url", help="Ask an OpenAI-compatible endpoint, up to and including /v1."
-)
-api_key_option = click.option(
-    "--api-key", envvar="OPENAI_API_KEY", help="Its key; or OPENAI_API_KEY."
 )
 _ENDPOINT = (
     base_url_option,

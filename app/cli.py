@@ -9,27 +9,30 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from k3vl import __version__
-from k3vl.app.caption_flags import (
+from k3vl.app.bench_cli import bench
+from k3vl.app.caption_flags import caption_options, options_of
+from k3vl.app.extras import needs_extra
+from k3vl.app.flags import (
     api_key_option,
     base_url_option,
-    caption_options,
-    options_of,
+    count_option,
+    device_option,
+    model_option,
 )
 from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import ConfigError, K3VLError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from k3vl.load import Device
 
-    _Command = TypeVar("_Command", bound=Callable[..., Any])
-
+EXIT_NOTHING_DONE = 1
 EXIT_ITEM_ERRORS = 2
 EXIT_INTERRUPTED = 130
 
@@ -37,12 +40,22 @@ EXIT_INTERRUPTED = 130
 class _Group(click.Group):
     """Turns our own errors into one line and exit code 1, Ctrl-C into one line and 130.
 
-    Everything else is a bug.
+    So with a wrong command line: 2 is for runs that finished. Everything else is a bug.
     """
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as exc:
+            exc.show()
+            sys.exit(EXIT_NOTHING_DONE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as exc:
+            exc.show()
+            ctx.exit(EXIT_NOTHING_DONE)
         except K3VLError as exc:
             raise click.ClickException(str(exc)) from exc
         except KeyboardInterrupt:
@@ -54,22 +67,6 @@ class _Group(click.Group):
 @click.version_option(__version__)
 def cli() -> None:
     """Kimi K3 looks at pictures and video."""
-
-
-model_option = click.option(
-    "--model",
-    default="demo",
-    show_default=True,
-    metavar="demo|DIR",
-    help="Checkpoint directory, or the small model that comes with the package.",
-)
-device_option = click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where the model runs.",
-)
 
 
 @cli.command()
@@ -138,12 +135,6 @@ def demo(
     run_demo(settings, say=click.echo)
 
 
-def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Command], _Command]:
-    """An option for a positive number."""
-    kind = click.IntRange(min=least)
-    return click.option(name, default=default, show_default=True, type=kind, help=text)
-
-
 @cli.command()
 @click.option(
     "--model",
@@ -195,19 +186,19 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[[_Com
     help="Also fetch media from loopback, private and link-local addresses.",
 )
 @click.option("--cors-origin", multiple=True, help="Web origin that may call; * is any.")
-@_count("--max-running", 32, "Requests that generate at once.")
-@_count("--max-waiting", 64, "Requests that wait; more are sent away with 429.", 0)
-@_count("--media-prefills", 1, "Requests with media on the way to their first token at once.")
-@_count("--max-images", 512, "Pictures of a request.", 0)
-@_count("--max-videos", 16, "Clips of a request.", 0)
-@_count("--max-choices", 8, "Largest n.")
-@_count("--max-body-mib", 40, "Size of a request body.")
-@_count("--max-media-mib", 256, "Size of a picture or clip, decoded from base64 or fetched.")
-@_count("--default-max-tokens", 1024, "Length of answers where the request names none.")
-@_count("--media-workers", 2, "Processes that decode media.")
+@count_option("--max-running", 32, "Requests that generate at once.")
+@count_option("--max-waiting", 64, "Requests that wait; more are sent away with 429.", 0)
+@count_option("--media-prefills", 1, "Requests with media on the way to their first token at once.")
+@count_option("--max-images", 512, "Pictures of a request.", 0)
+@count_option("--max-videos", 16, "Clips of a request.", 0)
+@count_option("--max-choices", 8, "Largest n.")
+@count_option("--max-body-mib", 40, "Size of a request body.")
+@count_option("--max-media-mib", 256, "Size of a picture or clip, decoded from base64 or fetched.")
+@count_option("--default-max-tokens", 1024, "Length of answers where the request names none.")
+@count_option("--media-workers", 2, "Processes that decode media.")
 @click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
-@_count("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
-@_count("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
+@count_option("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
+@count_option("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")
 @click.option(
     "--engine",
     type=click.Choice(["embedded", "sglang"]),
@@ -225,11 +216,9 @@ def serve(**options: Any) -> None:
     Also /health, /ready, /metrics and /openapi.json. With --engine sglang any option of SGLang may
     follow a --, for one machine or one rank of several.
     """
-    try:
+    with needs_extra("serve", "the server"):
         from k3vl.app.launch import ServeOptions, launch
         from k3vl.app.sglang_launch import EngineOptions, launch_sglang
-    except ModuleNotFoundError as exc:
-        raise ConfigError(f"{exc.name} is missing: pip install 'k3vl[serve]'") from exc
     names = EngineOptions.__dataclass_fields__
     engine = EngineOptions(**{name: options.pop(name) for name in names})
     if engine.engine == "sglang":
@@ -248,7 +237,7 @@ def serve(**options: Any) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Compose the whole held-out table from these drawings; see docs/demo.",
 )
-@_count("--items", 200, "Questions of a split, with --atlas.")
+@count_option("--items", 200, "Questions of a split, with --atlas.")
 @click.option(
     "--blanks",
     type=click.IntRange(min=0),
@@ -263,7 +252,7 @@ def serve(**options: Any) -> None:
 @device_option
 @base_url_option
 @api_key_option
-@_count("--in-flight", 16, "Questions in the works at once.")
+@count_option("--in-flight", 16, "Questions in the works at once.")
 def evaluate(quick: bool, **values: Any) -> None:
     """Measure right answers: files on disk through processor, model and parser.
 
@@ -381,6 +370,9 @@ def checkpoint(directory: Path, memory: int | None, device: Device) -> None:
 
     if not inspect_checkpoint(directory, memory=memory, device=device):
         sys.exit(1)
+
+
+cli.add_command(bench)
 
 
 @cli.command()

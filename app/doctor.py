@@ -26,7 +26,14 @@ def diagnose(device: Device) -> None:
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.machine()
     click.echo(f"k3vl {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     click.echo(
-        f"device: {where.type} ({name}), {str(dtype).removeprefix('torch.')} weights, "
+        f"device: {where.type} ({name}), {name_of(dtype)} weights, "
         f"{available_memory(where) / GIB:.1f} GiB free, {psutil.cpu_count()} CPU cores"
     )
     click.echo(f"kernels: {kernels.name}, because {kernels.reason}")
+    form = "stay in 4 bits" if "mxfp4" in kernels.kept else f"are decoded to {name_of(dtype)}"
+    click.echo(f"experts of an MXFP4 checkpoint: {form}")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Of a dtype, without its module."""
+    return str(dtype).removeprefix("torch.")

@@ -18,6 +18,7 @@ from k3vl.app.evaluation.ask import Asked, LocalAsked, RemoteAsked
 from k3vl.app.evaluation.labels import read_labels
 from k3vl.app.evaluation.report import provenance, seconds_text, table
 from k3vl.app.evaluation.run import ask_all, rows_of
+from k3vl.app.extras import needs_extra
 from k3vl.app.output import json_line
 from k3vl.errors import ConfigError
 
@@ -99,9 +100,11 @@ def _asked(stack: ExitStack, options: EvalOptions) -> Asked:
 
         pipeline = Pipeline.load(options.model, device=options.device)
         return LocalAsked(stack.enter_context(pipeline))
-    from k3vl.app.captioning.remote import RemoteEngine
     from k3vl.app.inspect import media_config
     from k3vl.vision.processor import MediaProcessor
+
+    with needs_extra("caption", "--base-url"):
+        from k3vl.app.captioning.remote import RemoteEngine
 
     engine = RemoteEngine(
         options.base_url,

@@ -125,6 +125,7 @@ def inspect_checkpoint(directory: Path, *, memory: int | None, device: Device) -
         ConfigError: there is no usable configuration.
         WeightError: a header cannot be read.
     """
+    from k3vl.kernels.choice import choose
     from k3vl.load import available_memory, choose_device, summarise
 
     directory = checkpoint_path(directory)
@@ -132,7 +133,7 @@ def inspect_checkpoint(directory: Path, *, memory: int | None, device: Device) -
     summary = summarise(directory, load_config(directory))
     print_summary(summary)
     available = available_memory(where) if memory is None else memory
-    fits, sentence = summary.fits(available, dtype)
+    fits, sentence = summary.fits(available, dtype, kept=choose(where, dtype).kept)
     click.echo(f"{where.type}: {sentence}")
     for title, names in (("missing", summary.missing), ("left over", summary.left_over)):
         if summary.weights_present and names:

@@ -29,6 +29,9 @@ MAX_WORD_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
+_EITHER = (("stop",), ("tool_choice",))
+"""Fields of one of several kinds; a problem's second place is the kind, as Pydantic calls it."""
+
 Word = Annotated[str, StringConstraints(max_length=MAX_WORD_LENGTH)]
 
 
@@ -249,10 +252,17 @@ def check_counts(messages: Sequence[Mapping[str, Any]], limits: Limits) -> None:
 
 def _first_problem(exc: ValidationError) -> RequestError:
     """The first problem in OpenAI's words; never the offending value."""
-    problem = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = "".join(
-        f"[{item}]" if isinstance(item, int) else f".{item}" for item in problem["loc"]
-    ).lstrip(".")
+    problems = exc.errors(include_url=False, include_context=False, include_input=False)
+    problem = problems[0]
+    place = problem["loc"]
+    if place[:1] in _EITHER:  # a problem for each of the kinds; that of the one that was meant
+        problem = max(
+            (each for each in problems if each["loc"][:1] == place[:1]),
+            key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])),
+        )
+        place = (*place[:1], *problem["loc"][2:])
+    where = "".join(f"[{item}]" if isinstance(item, int) else f".{item}" for item in place)
+    where = where.lstrip(".")
     if problem["type"] == "extra_forbidden":
         return RequestError(f"Unknown parameter: '{where}'.", param=where, code="unknown_parameter")
     if problem["type"] == "missing":

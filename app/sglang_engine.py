@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any, Final
 
-import psutil
-
+from k3vl.app.sglang_guard import Guard, end_group
 from k3vl.config import load_config, load_media_config
 from k3vl.errors import BackendError, ConfigError
 from k3vl.sglang.releases import check_version
@@ -43,7 +42,6 @@ PROBE: Final = "k3vlprobe:"
 """A URL that our media front end refuses by its scheme; SGLang alone never looks at it."""
 _POLL_SECONDS = 1.0
 _REPORT_SECONDS = 15.0
-_KILL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +137,25 @@ def check(command: SGLangCommand) -> None:
 
 
 class SGLangProcess:
-    """A running SGLang and everything that it starts; end it with :meth:`stop`."""
+    """A running SGLang and everything that it starts; end it with :meth:`stop`.
 
-    def __init__(self, command: SGLangCommand) -> None:
-        """Start it, in a process group of its own."""
-        self._command = command
+    It does not outlive this process, however that ends.
+    """
+
+    def __init__(self, command: SGLangCommand, shutdown_seconds: float) -> None:
+        """Start it, in a process group of its own.
+
+        Args:
+            command: how.
+            shutdown_seconds: that running answers have left at its end.
+        """
+        self._command, self._shutdown_seconds = command, shutdown_seconds
+        self._guard = Guard(shutdown_seconds)
         # Its log is the user's: it goes where ours goes.
         self._process = subprocess.Popen(  # noqa: S603 - no shell, our own interpreter
             command.line(), start_new_session=True
         )
+        self._guard.watch_over(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -214,19 +222,11 @@ class SGLangProcess:
         finally:
             left.set()
 
-    def stop(self, seconds: float) -> None:
-        """End it and everything that it started; running answers may take some time."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            tree = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.terminate()
-            _, alive = psutil.wait_procs([psutil.Process(self._process.pid)], timeout=seconds)
-            for process in [*alive, *tree]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(tree, timeout=_KILL_SECONDS)
-        with contextlib.suppress(ProcessLookupError):  # what was started meanwhile
-            os.killpg(self._process.pid, signal.SIGKILL)
+    def stop(self) -> None:
+        """End it and everything that it started."""
+        end_group(self._process.pid, self._shutdown_seconds)
         self._process.wait()
+        self._guard.dismiss()
 
     def _require_alive(self) -> None:
         code = self._process.poll()
@@ -277,7 +277,7 @@ def run(
     check(command)
     say(command.shown())
     previous = signal.signal(signal.SIGTERM, _interrupt)
-    process = SGLangProcess(command)
+    process = SGLangProcess(command, shutdown_seconds)
     try:
         process.wait_until_ready(start_seconds, say)
         if command.answers_chats:
@@ -288,7 +288,7 @@ def run(
         code = process.wait()
         raise BackendError(f"SGLang ended (exit code {code}); see its log")
     finally:
-        process.stop(shutdown_seconds)
+        process.stop()
         signal.signal(signal.SIGTERM, previous)
 
 

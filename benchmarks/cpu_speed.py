@@ -70,7 +70,8 @@ class Ours:
         reader, dtype = CheckpointReader(directory), torch.float32
         kernels = choose(CPU, dtype)
         model = load_model(reader, config.text, kernels, dtype=dtype, device=CPU)
-        encoder = VisionEncoder(*load_vision(reader, config.vision, media, dtype=dtype))
+        vision = load_vision(reader, config.vision, media, dtype=dtype, kernels=kernels.vision)
+        encoder = VisionEncoder(*vision)
         self.engine = Engine(model, encoder, EngineConfig(reuse=False), stop_ids=())
         self.processor = MediaProcessor(media)
         self.pad, self.pictures, self.number = config.media_placeholder_token_id, pictures, 0

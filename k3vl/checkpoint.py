@@ -1,8 +1,8 @@
-"""Checkpoint directories: safetensors shards to tensors, and back.
+"""Checkpoint directories: safetensors shards to tensors.
 
-Here: the shard index, the stored encodings (plain floats, MXFP4, int8), strict loading into
-tensors that exist already, and writing. Not here: which names a model has (``vision/weights.py``,
-``lm/table.py``), and what they add up to (``checkpoint_summary.py``).
+Here: the shard index, the stored encodings (plain floats, MXFP4, int8), and strict loading into
+tensors that exist already. Not here: writing (``checkpoint_writer.py``), which names a model has
+(``vision/weights.py``, ``lm/table.py``), and what they add up to (``checkpoint_summary.py``).
 
 A *logical* name (``X.weight``) is what a model calls a tensor. It is stored under one or two names:
 
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from k3vl.errors import WeightError
 from k3vl.kernels.int8 import dequantize_int8
 from k3vl.kernels.mxfp4 import GROUP_SIZE, NAN_SCALE, dequantize_mxfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 Encoding: TypeAlias = Literal["plain", "int8", "mxfp4"]
@@ -115,6 +114,22 @@ class Placement:
 
     target: torch.Tensor
     leading: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPlacement:
+    """Where a quantised tensor goes as it is stored.
+
+    Attributes:
+        shape: that it must have once decoded.
+        encoding: that it must be stored in.
+        take: gets values and scales; they are the mapped file, not memory of the process. What it
+            cannot use it refuses with a ``WeightError``, which the reader completes by the name.
+    """
+
+    shape: tuple[int, ...]
+    encoding: Encoding
+    take: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 # ---------------------------------------------------------------------- stored and logical names
@@ -242,16 +257,19 @@ class CheckpointReader:
         """
         return self._specs(self.shards)
 
-    def load_into(self, placements: Mapping[str, Placement], *, prefixes: Sequence[str]) -> None:
+    def load_into(
+        self, placements: Mapping[str, Placement | StoredPlacement], *, prefixes: Sequence[str]
+    ) -> None:
         """Read every logical tensor whose name starts with one of ``prefixes``, exactly once.
 
         Args:
-            placements: logical name -> target.
+            placements: logical name -> where it goes.
             prefixes: the part of the name space that the caller answers for.
 
         Raises:
-            WeightError: a tensor is missing, nobody asked for one, a shape differs, or a file is
-                damaged. Nothing has been written when the names or shapes are at fault.
+            WeightError: a tensor is missing, nobody asked for one, a shape or encoding differs, or
+                a file is damaged. Nothing has been written when names, shapes or encodings are at
+                fault.
         """
         stray = [name for name in placements if not name.startswith(tuple(prefixes))]
         assert not stray, f"placements outside {prefixes}: {stray[:_NAMED]}"
@@ -331,30 +349,46 @@ class CheckpointReader:
 
     # ------------------------------------------------------------------ data
 
-    def _load(self, file: _ShardFile, shard: str, tensor: LogicalTensor, place: Placement) -> None:
-        target = place.target.detach()
-        if place.leading:
-            stored = file.get_tensor(tensor.main).flatten()
-            target.copy_(stored[: target.numel()].view(target.shape))
-        elif tensor.scale is None:
-            target.copy_(file.get_tensor(tensor.main))
-        elif self.shards[tensor.scale] == shard:
-            _decode(file.get_tensor(tensor.main), file.get_tensor(tensor.scale), tensor, target)
+    def _load(
+        self,
+        file: _ShardFile,
+        shard: str,
+        tensor: LogicalTensor,
+        place: Placement | StoredPlacement,
+    ) -> None:
+        values = file.get_tensor(tensor.main)
+        if tensor.scale is None:
+            assert isinstance(place, Placement)
+            target = place.target.detach()
+            target.copy_(values.flatten()[: target.numel()].view_as(target))
+            return
+        if self.shards[tensor.scale] == shard:
+            scale = file.get_tensor(tensor.scale)
         else:
             with self._open(self.shards[tensor.scale]) as other:
                 scale = other.get_tensor(tensor.scale)
-            _decode(file.get_tensor(tensor.main), scale, tensor, target)
+        _check_scale(scale, tensor)
+        if isinstance(place, Placement):
+            _decode(values, scale, tensor, place.target.detach())
+            return
+        try:
+            place.take(values, scale)
+        except WeightError as exc:
+            raise WeightError(f"{self.directory / shard}: {tensor.main}: {exc}") from exc
+
+
+def _check_scale(scale: torch.Tensor, tensor: LogicalTensor) -> None:
+    bad = (scale == NAN_SCALE) if tensor.encoding == "mxfp4" else ~scale.isfinite()
+    if bad.any():
+        raise WeightError(
+            f"{tensor.scale}: {int(bad.sum())} of {bad.numel()} scales are not numbers"
+        )
 
 
 def _decode(
     values: torch.Tensor, scale: torch.Tensor, tensor: LogicalTensor, target: torch.Tensor
 ) -> None:
     """Decode row by row into ``target``; no second copy of the whole tensor is made."""
-    bad = (scale == NAN_SCALE) if tensor.encoding == "mxfp4" else ~scale.isfinite()
-    if bad.any():
-        raise WeightError(
-            f"{tensor.scale}: {int(bad.sum())} of {bad.numel()} scales are not numbers"
-        )
     decode = dequantize_mxfp4 if tensor.encoding == "mxfp4" else dequantize_int8
     step = max(1, _DECODE_VALUES * tensor.shape[0] // tensor.numel)
     for first in range(0, tensor.shape[0], step):
@@ -363,7 +397,14 @@ def _decode(
         target[rows].copy_(decode(*moved, dtype=target.dtype))
 
 
-def _check_place(name: str, tensor: LogicalTensor, place: Placement) -> None:
+def _check_place(name: str, tensor: LogicalTensor, place: Placement | StoredPlacement) -> None:
+    if isinstance(place, StoredPlacement):
+        if (tensor.shape, tensor.encoding) != (place.shape, place.encoding):
+            raise WeightError(
+                f"{name} is {list(tensor.shape)} ({tensor.encoding}), the model needs "
+                f"{list(place.shape)} ({place.encoding})"
+            )
+        return
     assert not place.target.is_meta, f"{name}: the target has no memory yet"
     expected = tuple(place.target.shape)
     if place.leading:
@@ -426,68 +467,3 @@ def _dtype(spec: TensorSpec) -> str:
 
 def _shown(spec: TensorSpec) -> str:
     return f"{_dtype(spec)} {list(spec.shape)}"
-
-
-# ---------------------------------------------------------------------- writing
-
-
-def save_checkpoint(
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    json_files: Mapping[str, Mapping[str, Any]],
-    max_shard_bytes: int = 4 << 30,
-) -> None:
-    """Write stored tensors and configuration files as a checkpoint directory.
-
-    One file if everything fits into ``max_shard_bytes``, else numbered shards in the order given
-    and an index. A single tensor may exceed the limit; it then has a shard to itself.
-
-    Args:
-        directory: made if need be; must not hold weights yet.
-        tensors: stored name -> tensor, already encoded.
-        json_files: file name -> content (``config.json``, ...).
-        max_shard_bytes: of tensor data in one file.
-
-    Raises:
-        WeightError: the directory holds weights, or cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.glob("*.safetensors")) or (directory / INDEX_NAME).exists():
-            raise WeightError(f"{directory}: holds weights already; remove them first")
-        for name, content in json_files.items():
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            (directory / name).write_text(text, encoding="utf-8")
-        shards = _split(tensors, max_shard_bytes)
-        if len(shards) == 1:
-            _write_shard(shards[0], directory / SINGLE_NAME)
-            return
-        weight_map = {}
-        for number, shard in enumerate(shards, start=1):
-            file_name = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
-            _write_shard(shard, directory / file_name)
-            weight_map.update(dict.fromkeys(shard, file_name))
-        total = sum(t.nbytes for t in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as exc:
-        raise WeightError(f"{directory}: cannot be written ({exc})") from exc
-
-
-def _write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    # safetensors refuses views that share memory; clones own theirs.
-    own = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}
-    save_file(own, path, metadata={"format": "pt"})
-
-
-def _split(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from k3vl.checkpoint import CheckpointReader, has_weights, logical_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     import torch
@@ -62,7 +62,7 @@ class CheckpointSummary:
         weights_present: False: there is a configuration only, and the numbers are what it implies.
         layers: kind of every layer in order, e.g. ``KDA + MoE``.
         parts: only those that exist, in the order of :data:`PARTS`.
-        encodings: bytes by encoding: a dtype's name, ``int8`` or ``mxfp4``.
+        encodings: shares by encoding: a dtype's name, ``int8`` or ``mxfp4``; largest first.
         missing: logical names that the configuration asks for and the weights lack.
         left_over: logical names that no part of the model takes.
         wrong_shape: one sentence for every tensor that has another shape than expected.
@@ -72,7 +72,7 @@ class CheckpointSummary:
     weights_present: bool
     layers: tuple[str, ...]
     parts: Mapping[str, PartSummary]
-    encodings: Mapping[str, int]
+    encodings: Mapping[str, PartSummary]
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
     wrong_shape: tuple[str, ...]
@@ -97,21 +97,37 @@ class CheckpointSummary:
         """Whether the weights are there and are exactly what the configuration asks for."""
         return self.weights_present and not (self.missing or self.left_over or self.wrong_shape)
 
-    def fits(self, available_bytes: int, dtype: torch.dtype | None = None) -> tuple[bool, str]:
+    def bytes_in_memory(
+        self, dtype: torch.dtype | None = None, *, kept: Collection[str] = ()
+    ) -> int:
+        """What the weights take; see :meth:`fits`."""
+        if dtype is None:
+            return self.nbytes
+        packed = [self.encodings[name] for name in self.encodings if name in kept]
+        decoded = self.parameters - sum(share.parameters for share in packed)
+        return decoded * dtype.itemsize + sum(share.nbytes for share in packed)
+
+    def fits(
+        self,
+        available_bytes: int,
+        dtype: torch.dtype | None = None,
+        *,
+        kept: Collection[str] = (),
+    ) -> tuple[bool, str]:
         """Compare the weights, and nothing but them, with an amount of memory.
 
         Args:
             available_bytes: what there is.
             dtype: that every weight is decoded to; None keeps the stored form.
+            kept: encodings that are not decoded all the same.
 
         Returns:
             Whether they fit, and a sentence with the numbers.
         """
-        if dtype is None:
-            needed, form = self.nbytes, "as stored"
-        else:
-            needed = self.parameters * dtype.itemsize
-            form = f"as {str(dtype).removeprefix('torch.')}"
+        form = "as stored" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
+        packed = [name for name in self.encodings if dtype is not None and name in kept]
+        form = " and ".join((form, *packed))
+        needed = self.bytes_in_memory(dtype, kept=kept)
         fits = needed <= available_bytes
         apart = available_bytes - needed if fits else needed - available_bytes
         sentence = (
@@ -119,8 +135,9 @@ class CheckpointSummary:
             f"are available: {_gib(apart)} {'to spare' if fits else 'short'}"
         )
         if not fits and (experts := self.parts.get("experts")):
-            share = experts.nbytes if dtype is None else experts.parameters * dtype.itemsize
-            sentence += f" ({_gib(share)} of it are routed experts)"
+            decoded = None if dtype is None or "mxfp4" in packed else dtype
+            size = experts.parameters * decoded.itemsize if decoded else experts.nbytes
+            sentence += f" ({_gib(size)} of it are routed experts)"
         return fits, sentence
 
 
@@ -200,27 +217,32 @@ def _kind(config: TextConfig, layer: int) -> str:
 def _parts(found: Mapping[str, LogicalTensor], config: TextConfig) -> dict[str, PartSummary]:
     counts = {part: [0, 0, 0] for part in PARTS}
     for name, tensor in found.items():
-        count = counts[part_of(name, config)]
-        count[0] += 1 if tensor.scale is None else 2
-        count[1] += tensor.numel
-        count[2] += tensor.nbytes
+        _count(counts[part_of(name, config)], tensor)
     return {part: PartSummary(*count) for part, count in counts.items() if count[0]}
 
 
 def _encodings(
     found: Mapping[str, LogicalTensor], specs: Mapping[str, TensorSpec]
-) -> dict[str, int]:
-    sizes: dict[str, int] = {}
+) -> dict[str, PartSummary]:
+    counts: dict[str, list[int]] = {}
     for tensor in found.values():
         encoding: str = tensor.encoding
         if encoding == "plain":
             encoding = str(specs[tensor.main].dtype).removeprefix("torch.")
-        sizes[encoding] = sizes.get(encoding, 0) + tensor.nbytes
-    return dict(sorted(sizes.items(), key=_by_size))
+        _count(counts.setdefault(encoding, [0, 0, 0]), tensor)
+    shares = {encoding: PartSummary(*count) for encoding, count in counts.items()}
+    return dict(sorted(shares.items(), key=_by_size))
 
 
-def _by_size(entry: tuple[str, int]) -> int:
-    return -entry[1]
+def _count(count: list[int], tensor: LogicalTensor) -> None:
+    """Add a tensor to tensors, parameters and bytes."""
+    count[0] += 1 if tensor.scale is None else 2
+    count[1] += tensor.numel
+    count[2] += tensor.nbytes
+
+
+def _by_size(entry: tuple[str, PartSummary]) -> int:
+    return -entry[1].nbytes
 
 
 def _shape_fits(name: str, found: LogicalTensor, wanted: LogicalTensor, heads: int) -> bool:

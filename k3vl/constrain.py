@@ -37,7 +37,13 @@ if TYPE_CHECKING:
     from k3vl.types import ChatOptions, LogitMask, Request
     from k3vl.xtml.tokenizer import Tokenizer
 
-_COMPACT: Final = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+# On one line. The template writes arguments with a space behind commas and colons, so a model of
+# its format wants to; without room for it, what follows is whatever else the grammar permits.
+_ONE_LINE: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
 _PLAIN_OBJECT: Final = frozenset(
     {"type", "properties", "required", "additionalProperties", "description", "title"}
     | {"$defs", "definitions", "$schema", "$id", "strict"}
@@ -327,11 +333,11 @@ class _Grammar:
         return "\n".join([*rules, "TEXT: /(?s:.*)/", ""])
 
     def json(self, schema: Any, defs: Mapping[str, Any] | None = None) -> str:
-        """A rule for compact JSON that fits a schema."""
+        """A rule for JSON on one line that fits a schema."""
         if not isinstance(schema, dict):
             schema = {} if schema is True else {"not": {}}
         name = f"json_{len(self.rules)}"
-        whole = {**(defs or {}), **schema, "x-guidance": _COMPACT}
+        whole = {**(defs or {}), **schema, "x-guidance": _ONE_LINE}
         self.rules[name] = f"%json {json.dumps(whole)}"
         return name
 

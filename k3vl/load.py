@@ -121,11 +121,8 @@ class WeightLoader:
                 )
 
     def _require_room(self, directory: Path) -> None:
-        expected = {
-            **expected_text_tensors(self.config.text, quantized_experts=False),
-            **expected_vision_tensors(self.config.vision),
-        }
-        needed = sum(spec.numel for spec in expected.values()) * self.dtype.itemsize
+        summary = summarise(directory, self.config)
+        needed = summary.bytes_in_memory(self.dtype, kept=self.kernels.kept)
         if needed > (free := available_memory(self.device)):
             raise CapacityError(
                 f"{directory}: new weights take {needed:,} bytes beside the running ones, "
@@ -177,7 +174,7 @@ def open_checkpoint(
     where, dtype = choose_device(device)
     kernels = choose(where, dtype)
     summary = summarise(directory, config)
-    fits, sentence = summary.fits(available_memory(where), dtype)
+    fits, sentence = summary.fits(available_memory(where), dtype, kept=kernels.kept)
     if not fits:
         raise ConfigError(f"{directory}: {sentence}; the embedded engine holds one device's worth")
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))

@@ -8,66 +8,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from k3vl.kernels.attn_residual import attn_residual
 from k3vl.kernels.gated_mlp import ComposedGatedMLP
 from k3vl.kernels.kda import kda_decode, kda_prefill
+from k3vl.kernels.kda.layer import ComposedKDA
 from k3vl.kernels.linear import linear
-from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
-from k3vl.kernels.mla.layer import ComposedMLA
+from k3vl.kernels.mla import (
+    mla_decode,
+    mla_prefill,
+    mla_prefill_latent,
+    mla_store,
+    mla_values,
+)
+from k3vl.kernels.mla.layer import ComposedMLA, ComposedMLALayer
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import glu
-from k3vl.kernels.vision import REFERENCE, VisionKernels, triton_vision
+from k3vl.kernels.vision import REFERENCE, VisionKernels, cpu_vision, triton_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from k3vl.kernels.gated_mlp import GatedMLPOp
-    from k3vl.kernels.kda import KDAWeights
-    from k3vl.kernels.mla.layer import DecodeOp, MLAOp
+    from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
+    from k3vl.kernels.linear import LinearOp
+    from k3vl.kernels.mla.layer import DecodeOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, LatentMoEOp, RouteOp
+    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
-
-
-class KDADecode(Protocol):
-    """See :func:`k3vl.kernels.kda.kda_decode`."""
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        gate: torch.Tensor,
-        decay: torch.Tensor,
-        write: torch.Tensor,
-        weights: KDAWeights,
-        windows: torch.Tensor,
-        states: torch.Tensor,
-        cells: torch.Tensor,
-    ) -> torch.Tensor:
-        """[B, H K]."""
-
-
-class KDAPrefill(Protocol):
-    """See :func:`k3vl.kernels.kda.kda_prefill`."""
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        gate: torch.Tensor,
-        decay: torch.Tensor,
-        write: torch.Tensor,
-        weights: KDAWeights,
-        windows: torch.Tensor,
-        states: torch.Tensor,
-        cells: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        ends: torch.Tensor,
-    ) -> torch.Tensor:
-        """[N, H K]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +56,43 @@ class Kernels:
         linear: projections (:mod:`k3vl.kernels.linear`).
         rms_norm: :mod:`k3vl.kernels.rms_norm`.
         attn_residual: mixture over depth (:mod:`k3vl.kernels.attn_residual`).
-        kda_decode, kda_prefill: Kimi Delta Attention (:mod:`k3vl.kernels.kda`).
-        mla: latent attention (:mod:`k3vl.kernels.mla.layer`).
+        kda: layers of Kimi Delta Attention (:mod:`k3vl.kernels.kda.layer`).
+        mla: layers of latent attention (:mod:`k3vl.kernels.mla.layer`).
         latent_moe: mixture of experts (:mod:`k3vl.kernels.moe.latent`).
+        latent_moe_coded: the same where products read 8-bit weights as checkpoints store them
+            (:mod:`k3vl.kernels.weight`); None: they are decoded where a model is loaded.
+        latent_moe_mxfp4: the same over experts that stay in 4 bits; None: they are decoded where
+            a model is loaded.
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
         vision: of the tower.
+        recordable: nothing that decodes waits for the device or reads its values on the host, and
+            padding rows are skipped, so that a CUDA graph can hold a step.
     """
 
     name: str
     reason: str
     row_independent: bool
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    linear: LinearOp
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-    kda_decode: KDADecode
-    kda_prefill: KDAPrefill
-    mla: MLAOp
-    latent_moe: LatentMoEOp
+    kda: KDALayerOp
+    mla: MLALayerOp
+    latent_moe: LatentMoEOp[FloatExperts]
+    latent_moe_coded: LatentMoEOp[CodedExperts] | None
+    latent_moe_mxfp4: LatentMoEOp[Mxfp4Experts] | None
     gated_mlp: GatedMLPOp
     vision: VisionKernels = REFERENCE
+    recordable: bool = False
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether 8-bit weights are read as they are stored."""
+        return self.latent_moe_coded is not None
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Encodings of a checkpoint that a model keeps in memory; others are decoded at load."""
+        return frozenset() if self.latent_moe_mxfp4 is None else frozenset({"mxfp4"})
 
 
 def composed_kernels(
@@ -112,9 +104,12 @@ def composed_kernels(
     mla_decode: DecodeOp,
     mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
+    mla_store: StoreOp,
+    mla_values: ValuesOp,
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
     route: RouteOp,
-    moe_experts: ExpertsOp,
+    moe_experts: ExpertsOp[FloatExperts],
+    moe_experts_mxfp4: ExpertsOp[Mxfp4Experts],
     glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor],
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
 ) -> Kernels:
@@ -127,15 +122,22 @@ def composed_kernels(
         linear=linear,
         rms_norm=rms_norm,
         attn_residual=attn_residual,
-        kda_decode=kda_decode,
-        kda_prefill=kda_prefill,
-        mla=ComposedMLA(
-            mla_decode=mla_decode,
-            mla_prefill=mla_prefill,
-            mla_prefill_latent=mla_prefill_latent,
+        kda=ComposedKDA(linear=linear, kda_decode=kda_decode, kda_prefill=kda_prefill),
+        mla=ComposedMLALayer(
+            linear=linear,
+            rms_norm=rms_norm,
+            attend=ComposedMLA(
+                mla_decode=mla_decode,
+                mla_prefill=mla_prefill,
+                mla_prefill_latent=mla_prefill_latent,
+                mla_store=mla_store,
+                mla_values=mla_values,
+            ),
         ),
-        latent_moe=ComposedLatentMoE(
-            route=route, moe_experts=moe_experts, rms_norm=rms_norm, gated_mlp=gated_mlp
+        latent_moe=ComposedLatentMoE(route=route, moe_experts=moe_experts, gated_mlp=gated_mlp),
+        latent_moe_coded=None,
+        latent_moe_mxfp4=ComposedLatentMoE(
+            route=route, moe_experts=moe_experts_mxfp4, gated_mlp=gated_mlp
         ),
         gated_mlp=gated_mlp,
     )
@@ -151,9 +153,12 @@ def reference_kernels(reason: str) -> Kernels:
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
+        mla_store=mla_store,
+        mla_values=mla_values,
         attn_residual=attn_residual,
         route=route,
         moe_experts=moe_experts,
+        moe_experts_mxfp4=moe_experts,
         glu=glu,
         rms_norm=rms_norm,
     )
@@ -162,25 +167,28 @@ def reference_kernels(reason: str) -> Kernels:
 def cpu_kernels(reason: str) -> Kernels:
     """Compiled loops for float32 on one CPU thread; compiled at first use and then kept on disk."""
     from k3vl.kernels.attn_residual.cpu import attn_residual_cpu
-    from k3vl.kernels.gated_mlp.cpu import gated_mlp_cpu
-    from k3vl.kernels.kda.cpu import kda_decode_cpu, kda_prefill_cpu
-    from k3vl.kernels.linear.cpu import linear_cpu
-    from k3vl.kernels.mla.cpu import MLACPU
-    from k3vl.kernels.moe.cpu import latent_moe_cpu
+    from k3vl.kernels.gated_mlp.cpu import GatedMLPCPU
+    from k3vl.kernels.kda.cpu import KDALayerCPU
+    from k3vl.kernels.linear.cpu import LinearCPU
+    from k3vl.kernels.mla.cpu import MLALayerCPU
+    from k3vl.kernels.moe.cpu import LatentMoECPU
     from k3vl.kernels.rms_norm.cpu import rms_norm_cpu
 
+    latent_moe = LatentMoECPU()
     return Kernels(
         name="cpu",
         reason=reason,
         row_independent=True,
-        linear=linear_cpu,
+        linear=LinearCPU(),
         rms_norm=rms_norm_cpu,
         attn_residual=attn_residual_cpu,
-        kda_decode=kda_decode_cpu,
-        kda_prefill=kda_prefill_cpu,
-        mla=MLACPU(),
-        latent_moe=latent_moe_cpu,
-        gated_mlp=gated_mlp_cpu,
+        kda=KDALayerCPU(),
+        mla=MLALayerCPU(),
+        latent_moe=latent_moe,
+        latent_moe_coded=latent_moe,
+        latent_moe_mxfp4=None,
+        gated_mlp=GatedMLPCPU(),
+        vision=cpu_vision(),
     )
 
 
@@ -188,8 +196,14 @@ def triton_kernels(reason: str) -> Kernels:
     """Attention, states, mixtures and experts in Triton; plain matrix products from PyTorch."""
     from k3vl.kernels.attn_residual.gpu import attn_residual
     from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
-    from k3vl.kernels.mla.gpu import mla_decode, mla_prefill, mla_prefill_latent
-    from k3vl.kernels.moe.gpu import moe_experts_gpu, route_gpu
+    from k3vl.kernels.mla.gpu import (
+        mla_decode,
+        mla_prefill,
+        mla_prefill_latent,
+        mla_store,
+        mla_values,
+    )
+    from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, route_gpu
 
     language = composed_kernels(
         name="triton",
@@ -199,13 +213,16 @@ def triton_kernels(reason: str) -> Kernels:
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
+        mla_store=mla_store,
+        mla_values=mla_values,
         attn_residual=attn_residual,
         route=route_gpu,
         moe_experts=moe_experts_gpu,
+        moe_experts_mxfp4=moe_experts_mxfp4_gpu,
         glu=glu,
         rms_norm=rms_norm,
     )
-    return replace(language, vision=triton_vision())
+    return replace(language, vision=triton_vision(), recordable=True)
 
 
 SHARED_MEMORY = 227 << 10

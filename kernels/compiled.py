@@ -1,13 +1,14 @@
-"""What the compiled CPU kernels share: memory by address, elementary functions, matrix product.
+"""What the compiled CPU kernels share: memory by address and elementary functions.
 
 Imported by the ``cpu.py`` of the ops only, so that numba costs nothing where no model runs.
 
 A row of a result depends on its own inputs and on nothing else, to the last bit: every row goes
 through the same instructions, whatever the number of rows beside it. Only long sums are taken in an
-order that the compiler chooses (``SUMS``: :func:`dot`, :func:`product`), in loops that write
-nothing. A loop that writes exists twice, in vectors and, for when what it reads might be what it
-writes, one by one; there the order must be the program's (``EXACT``), or addresses would decide
-about the last bit. Numbers that are not finite keep their meaning.
+order that the compiler chooses (``SUMS``: :func:`dot`), in loops that write nothing; matrix
+products have an order of their own (``tile.py``). A loop that writes exists twice, in vectors and,
+for when what it reads might be what it writes, one by one; there the order must be the program's
+(``EXACT``), or addresses would decide about the last bit. Numbers that are not finite keep their
+meaning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 EXACT = {"contract"}
@@ -32,11 +33,14 @@ LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693145751953125), np.float32(1.42860677e-6)
 SMALLEST, LARGEST = np.float32(-87.0), np.float32(88.0)
 
+COMMON = ("compiled.py", "product.py", "tile.py", "vectors.py")
+"""Compiled code that belongs to no op."""
+
 
 def sources_digest(folder: Path) -> str:
-    """A name for the text of all compiled kernels in a folder: this file and every ``cpu.py``."""
+    """A name for the text of all compiled kernels in a folder: :data:`COMMON`, every ``cpu.py``."""
     digest = sha256()
-    for path in sorted([folder / "compiled.py", *folder.glob("*/cpu.py")]):
+    for path in sorted([*(folder / name for name in COMMON), *folder.glob("*/cpu.py")]):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -58,6 +62,20 @@ def compiled(function: Any) -> Any:
         return njit(cache=True, nogil=True, fastmath=EXACT, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = before
+
+
+def compiled_pointer(signature: Any) -> Any:
+    """As :func:`compiled`, at once, as a function that others call by its ``address``."""
+
+    def wrapped(function: Any) -> Any:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(_CACHE)
+        try:
+            return cfunc(signature, cache=True, fastmath=EXACT, error_model="numpy")(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    return wrapped
 
 
 def address(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
@@ -92,6 +110,22 @@ def _int_pointer(typing_context: Any, where: Any) -> Any:
 def floats(where: int, count: int) -> Any:
     """``count`` float32 from an address."""
     return carray(_float_pointer(where), (count,))
+
+
+@intrinsic
+def _double_pointer(typing_context: Any, where: Any) -> Any:
+    """An address as a pointer to float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float64)(types.int64), generate
+
+
+@njit(inline="always")
+def doubles(where: int, count: int) -> Any:
+    """``count`` float64 from an address."""
+    return carray(_double_pointer(where), (count,))
 
 
 @njit(inline="always")
@@ -154,61 +188,3 @@ def dot(a: Any, b: Any) -> Any:
     for i in range(a.size):
         total += a[i] * b[i]
     return total
-
-
-@njit(fastmath=SUMS, error_model="numpy")
-def product(
-    x: int, x_stride: int, rows: int, w: int, inner: int, outputs: int, y: int, y_stride: int
-) -> None:
-    """Y = x w^T by addresses: [rows, inner] times [outputs, inner]; rows of ``w`` lie side by side.
-
-    Four rows by four outputs at a time; at the edges the last row or output is computed again.
-    """
-    block = 16 if inner <= 512 else 8  # of outputs, whose weights stay in the first-level cache
-    last, end = rows - 1, outputs - 1
-    for begin in range(0, outputs, block):
-        for r in range(0, rows, 4):
-            x0 = floats(x + 4 * r * x_stride, inner)
-            x1 = floats(x + 4 * min(r + 1, last) * x_stride, inner)
-            x2 = floats(x + 4 * min(r + 2, last) * x_stride, inner)
-            x3 = floats(x + 4 * min(r + 3, last) * x_stride, inner)
-            y0 = floats(y + 4 * r * y_stride, outputs)
-            y1 = floats(y + 4 * min(r + 1, last) * y_stride, outputs)
-            y2 = floats(y + 4 * min(r + 2, last) * y_stride, outputs)
-            y3 = floats(y + 4 * min(r + 3, last) * y_stride, outputs)
-            for j0 in range(begin, min(begin + block, outputs), 4):
-                j1, j2, j3 = min(j0 + 1, end), min(j0 + 2, end), min(j0 + 3, end)
-                w0 = floats(w + 4 * j0 * inner, inner)
-                w1 = floats(w + 4 * j1 * inner, inner)
-                w2 = floats(w + 4 * j2 * inner, inner)
-                w3 = floats(w + 4 * j3 * inner, inner)
-                a0 = a1 = a2 = a3 = np.float32(0)
-                b0 = b1 = b2 = b3 = np.float32(0)
-                c0 = c1 = c2 = c3 = np.float32(0)
-                d0 = d1 = d2 = d3 = np.float32(0)
-                for k in range(inner):
-                    p0, p1, p2, p3 = w0[k], w1[k], w2[k], w3[k]
-                    v = x0[k]
-                    a0 += v * p0
-                    a1 += v * p1
-                    a2 += v * p2
-                    a3 += v * p3
-                    v = x1[k]
-                    b0 += v * p0
-                    b1 += v * p1
-                    b2 += v * p2
-                    b3 += v * p3
-                    v = x2[k]
-                    c0 += v * p0
-                    c1 += v * p1
-                    c2 += v * p2
-                    c3 += v * p3
-                    v = x3[k]
-                    d0 += v * p0
-                    d1 += v * p1
-                    d2 += v * p2
-                    d3 += v * p3
-                y0[j0], y0[j1], y0[j2], y0[j3] = a0, a1, a2, a3
-                y1[j0], y1[j1], y1[j2], y1[j3] = b0, b1, b2, b3
-                y2[j0], y2[j1], y2[j2], y2[j3] = c0, c1, c2, c3
-                y3[j0], y3[j1], y3[j2], y3[j3] = d0, d1, d2, d3

@@ -3,56 +3,75 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from k3vl.kernels.linear import linear
 from k3vl.kernels.pixels import normalise_pixels
+from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.vision_attention import vision_attention
+from k3vl.kernels.vision_block import ComposedVisionBlock
 from k3vl.kernels.vision_pos import rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
-
-class VisionAttention(Protocol):
-    """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]
-    ) -> torch.Tensor:
-        """[P, H, K]."""
+    from k3vl.kernels.linear import LinearOp
+    from k3vl.kernels.vision_block import VisionBlockOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionKernels:
-    """One implementation of every op of the tower.
+    """One implementation of every op of the tower and the projector.
 
     Attributes:
-        attention: :mod:`k3vl.kernels.vision_attention`.
-        rotate: :mod:`k3vl.kernels.vision_pos`.
         normalise_pixels: :mod:`k3vl.kernels.pixels`.
+        linear: patch embedding and projector (:mod:`k3vl.kernels.linear`).
+        rms_norm: the last norm of each (:mod:`k3vl.kernels.rms_norm`).
+        block: :mod:`k3vl.kernels.vision_block`.
     """
 
-    attention: VisionAttention
-    rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     normalise_pixels: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor
     ]
+    linear: LinearOp
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    block: VisionBlockOp
 
 
 REFERENCE = VisionKernels(
-    attention=vision_attention, rotate=rotate, normalise_pixels=normalise_pixels
+    normalise_pixels=normalise_pixels,
+    linear=linear,
+    rms_norm=rms_norm,
+    block=ComposedVisionBlock(attention=vision_attention, rotate=rotate),
 )
 """PyTorch: runs everywhere."""
 
 
+def cpu_vision() -> VisionKernels:
+    """Compiled loops for float32 on one CPU thread."""
+    from k3vl.kernels.linear.cpu import LinearCPU
+    from k3vl.kernels.rms_norm.cpu import rms_norm_cpu
+    from k3vl.kernels.vision_block.cpu import VisionBlockCPU
+
+    return VisionKernels(
+        normalise_pixels=normalise_pixels,
+        linear=LinearCPU(),
+        rms_norm=rms_norm_cpu,
+        block=VisionBlockCPU(),
+    )
+
+
 def triton_vision() -> VisionKernels:
-    """Triton kernels for CUDA devices."""
+    """Triton kernels for CUDA devices; plain matrix products from PyTorch."""
     from k3vl.kernels.pixels.gpu import normalise_pixels
     from k3vl.kernels.vision_attention.gpu import vision_attention
     from k3vl.kernels.vision_pos.gpu import rotate
 
     return VisionKernels(
-        attention=vision_attention, rotate=rotate, normalise_pixels=normalise_pixels
+        normalise_pixels=normalise_pixels,
+        linear=linear,
+        rms_norm=rms_norm,
+        block=ComposedVisionBlock(attention=vision_attention, rotate=rotate),
     )

@@ -13,8 +13,8 @@ from k3vl.checkpoint import (
     Placement,
     TensorSpec,
     logical_tensors,
-    save_checkpoint,
 )
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.errors import WeightError
 from k3vl.kernels.int8 import dequantize_int8, quantize_int8
 from k3vl.kernels.mxfp4 import dequantize_mxfp4

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from k3vl.checkpoint import SINGLE_NAME, CheckpointReader, save_checkpoint
-from k3vl.checkpoint_summary import PARTS, summarise_checkpoint
+from k3vl.checkpoint import SINGLE_NAME, CheckpointReader
+from k3vl.checkpoint_summary import PARTS, PartSummary, summarise_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import K3Config, load_config, parse_config
 from k3vl.errors import WeightError
 from k3vl.kernels.int8 import quantize_int8
@@ -68,7 +69,10 @@ def test_kinds_of_layers(k3_summary):
 
 def test_encodings_are_listed_by_size(k3_summary):
     assert list(k3_summary.encodings) == ["mxfp4", "bfloat16", "float32"]
-    assert sum(k3_summary.encodings.values()) == k3_summary.nbytes
+    shares = k3_summary.encodings.values()
+    assert sum(share.nbytes for share in shares) == k3_summary.nbytes
+    assert sum(share.parameters for share in shares) == k3_summary.parameters
+    assert k3_summary.encodings["mxfp4"] == k3_summary.parts["experts"]
 
 
 def test_what_does_not_fit_is_said_with_numbers(k3_summary):
@@ -83,6 +87,18 @@ def test_what_does_not_fit_is_said_with_numbers(k3_summary):
     fits, sentence = k3_summary.fits(k3_summary.nbytes, torch.bfloat16)
     assert not fits
     assert "as bfloat16 take 5,17" in sentence
+
+
+def test_what_stays_packed_counts_as_it_is_stored(k3_summary):
+    experts = k3_summary.parts["experts"]
+    needed = (k3_summary.parameters - experts.parameters) * 2 + experts.nbytes
+    fits, sentence = k3_summary.fits(needed, torch.bfloat16, kept={"mxfp4"})
+    assert fits
+    assert "as bfloat16 and mxfp4 take" in sentence
+    fits, sentence = k3_summary.fits(needed - 1, torch.bfloat16, kept={"mxfp4"})
+    assert not fits
+    assert f"({experts.nbytes / 2**30:,.2f} GiB of it are routed experts)" in sentence
+    assert k3_summary.fits(1 << 50, torch.bfloat16, kept={"int8"})[1].count("as bfloat16 take")
 
 
 def test_a_whole_checkpoint_is_complete():
@@ -118,7 +134,7 @@ def test_gaps_are_named_and_8_bit_weights_count_logically(tmp_path):
     assert summary.wrong_shape == ("language_model.model.norm.weight is [7], expected [1024]",)
     assert summary.parts["head"].parameters == 512 * 1024
     assert summary.parts["head"].tensors == 2
-    assert summary.encodings["int8"] == 512 * 1024 + 512 * 16 * 2
+    assert summary.encodings["int8"] == PartSummary(2, 512 * 1024, 512 * 1024 + 512 * 16 * 2)
     assert summary.parts["other"].tensors == 1
 
 

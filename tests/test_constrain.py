@@ -14,9 +14,18 @@ from k3vl.errors import RequestError
 from k3vl.generation import Generation
 from k3vl.lm.backend import Token
 from k3vl.lm.sampler import Sampler
-from k3vl.types import ChatOptions, Message, Request, SamplingParams, TextPart, Usage
+from k3vl.types import (
+    ChatOptions,
+    Message,
+    Request,
+    SamplingParams,
+    TextPart,
+    ToolCall,
+    Usage,
+)
 from k3vl.xtml.parser import collect
-from k3vl.xtml.tokenizer import load_tokenizer
+from k3vl.xtml.render import render
+from k3vl.xtml.tokenizer import encode, load_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -225,6 +234,58 @@ def test_calls_of_its_own_follow_the_schema(compiler, tokenizer, seed: int) -> N
         assert call.name == "look"
         assert set(call.arguments) == {"colour", "count", "label"}
         assert call.arguments["colour"] in ("red", "dark blue")
+
+
+TAG = {
+    "type": "function",
+    "function": {
+        "name": "tag",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "counts": {"type": "object"},
+            },
+            "required": ["tags", "counts"],
+        },
+    },
+}
+
+
+def refused(mask, ids) -> list[int]:
+    """Those of ``ids`` that the mask has no room for, one after the other."""
+    out = []
+    for token_id in ids:
+        bits = mask.allowed()
+        if bits is not None and not bits[token_id // 32] >> (token_id % 32) & 1:
+            out.append(token_id)
+        mask.accept(token_id)
+    return out
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls_as_the_template_writes_them_are_permitted(compiler, tokenizer, choice) -> None:
+    """Lists and objects have spaces behind their commas and colons in K3's own arguments."""
+    asked = request(tools=[TAG], thinking=False)
+    arguments = {"tags": ["a red fox", "owl"], "counts": {"owl": 1, "fox": [2, 3]}}
+    call = ToolCall(id="1", name="tag", arguments=arguments)
+    said = Message(role="assistant", parts=(), tool_calls=(call,))
+    prompt = encode(render(asked.messages, tools=[TAG], options=asked.options), tokenizer)
+    options = ChatOptions(thinking=False, add_generation_prompt=False)
+    whole = encode(render([*asked.messages, said], tools=[TAG], options=options), tokenizer)
+    assert whole[: len(prompt)] == prompt
+    constraint = compiler.compile(request(tools=[TAG], thinking=False, tool_choice=choice))
+    assert refused(constraint.mask(), whole[len(prompt) :]) == []
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_json_may_have_spaces_behind_its_signs(compiler, tokenizer, kind, separators) -> None:
+    value = {"colour": "red", "count": 2, "label": "a, b: c"}
+    wanted = kind if kind == "json_object" else format_of(SCHEMA)
+    mask = compiler.compile(request(thinking=False, response_format=wanted)).mask()
+    text = json.dumps(value, separators=separators)
+    assert refused(mask, tokenizer.encode_segment(text, False)) == []
 
 
 def test_one_call_where_only_one_may_be_made(compiler, tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ LAYERS = (
     ("k3vl.demo", "k3vl.hf", "k3vl.sglang"),
     (
         *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
-        "k3vl.rollouts",
+        *("k3vl.rollouts", "k3vl.synthetic"),
     ),
     ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
-    ("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.parameters"),
+    (
+        *("k3vl.checkpoint", "k3vl.checkpoint_summary", "k3vl.checkpoint_writer"),
+        "k3vl.parameters",
+    ),
     ("k3vl.kernels",),
     ("k3vl.types", "k3vl.config"),
     ("k3vl.errors",),
@@ -48,9 +52,22 @@ def part_of(module: str) -> tuple[int, str] | None:
     return None
 
 
-def imported(path: Path) -> list[str]:
+def imported(path: Path, *, run_only: bool = False) -> list[str]:
+    """Names that a file imports; with ``run_only`` not those that only type checkers see."""
+    tree: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+    return _imported(OnlyRun().visit(tree) if run_only else tree, path)
+
+
+class OnlyRun(ast.NodeTransformer):
+    """Drops ``if TYPE_CHECKING``."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def _imported(tree: ast.AST, path: Path) -> list[str]:
     names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -85,6 +102,27 @@ def test_only_the_adapter_knows_transformers() -> None:
     }
     assert users
     assert all(name.startswith("k3vl.hf") for name in users)
+
+
+def test_imports_go_in_no_circle() -> None:
+    """Those inside of functions count as well."""
+    known = {name for _, name in modules()}
+    TopologicalSorter(
+        {name: needs(imported(path, run_only=True), known) for path, name in modules()}
+    ).prepare()
+
+
+def needs(targets: list[str], known: set[str]) -> set[str]:
+    """Modules among imported names: ``a.b.c`` is module ``a.b.c`` or else a name of ``a.b``."""
+    wholes = {target if target in known else target.rpartition(".")[0] for target in targets}
+    return wholes & known
+
+
+def test_a_circle_would_be_found() -> None:
+    names = {"k3vl.a", "k3vl.b"}
+    graph = {"k3vl.a": needs(["k3vl.b.thing"], names), "k3vl.b": needs(["k3vl.a"], names)}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
 
 
 def test_every_module_has_a_place() -> None:

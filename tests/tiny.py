@@ -56,6 +56,16 @@ TINY = TextConfig(
 )
 """Every layer kind of K3: dense and MoE, KDA and MLA, three blocks of attention residuals."""
 
+TRITON = dataclasses.replace(
+    TINY,
+    linear_attn_config=dataclasses.replace(LINEAR, head_dim=32),
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+)
+"""The smallest widths that the Triton kernels take."""
+
 KIMI_LINEAR = dataclasses.replace(
     TINY,
     linear_attn_config=dataclasses.replace(LINEAR, gate_lower_bound=None, use_full_rank_gate=False),

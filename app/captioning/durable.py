@@ -55,6 +55,35 @@ def write_all(descriptor: int, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def try_place(path: Path) -> None:
+    """Find out whether a file can be put somewhere, before any work; what is there stays.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        probe = path.with_name(f"{path.name}.probe")
+        with replacing(probe):
+            pass
+        probe.unlink()
+    except OSError as exc:
+        raise cannot_write(path, exc) from exc
+
+
+def sync_file(file: IO[bytes], path: Path) -> None:
+    """Put on the disk what was written so far.
+
+    Raises:
+        ConfigError: the disk is full, or fails.
+    """
+    try:
+        os.fsync(file.fileno())
+    except OSError as exc:
+        raise cannot_write(path, exc) from exc
+
+
 def cannot_write(path: Path, exc: OSError) -> ConfigError:
     """The one line for an output that cannot be written."""
     return ConfigError(f"{printable(path)}: cannot be written ({exc.strerror})")

@@ -23,7 +23,7 @@ import os
 import time
 from typing import IO, TYPE_CHECKING, Any
 
-from k3vl.app.captioning.durable import cannot_write, write_all
+from k3vl.app.captioning.durable import cannot_write, sync_file, write_all
 from k3vl.app.captioning.items import Key, make_key
 from k3vl.app.output import json_line, printable
 from k3vl.errors import ConfigError
@@ -231,7 +231,7 @@ class Journal:
     def sync(self) -> None:
         """Put everything on the disk; call it when the outputs are there."""
         if self._unsynced:
-            os.fsync(self._file.fileno())
+            sync_file(self._file, self.path)
             self._append({"type": "sync"})
             self._unsynced.clear()
         self._synced = time.monotonic()
@@ -240,7 +240,7 @@ class Journal:
         """Mark the end of this run."""
         self.sync()
         self._append({"type": "end", "items": items, "seconds": round(seconds, 3)})
-        os.fsync(self._file.fileno())
+        sync_file(self._file, self.path)
         self._ended = True
 
     def _append(self, record: Record) -> int:

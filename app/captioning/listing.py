@@ -48,14 +48,18 @@ class Listing:
         Raises:
             ConfigError: a table or a shard cannot be read at all.
         """
-        for argument in self.arguments:
-            for name in self._names(argument):
-                yield from self._sources(name, light=light)
+        for name in self.given():
+            yield from self._sources(name, light=light)
 
     @property
     def has_shards(self) -> bool:
         """Whether a light listing may be incomplete."""
-        return any(is_shard(name) for argument in self.arguments for name in self._names(argument))
+        return any(map(is_shard, self.given()))
+
+    def given(self) -> Iterator[str]:
+        """Arguments, and what the list on standard input holds, as they were given."""
+        for argument in self.arguments:
+            yield from self._names(argument)
 
     def _names(self, argument: str) -> Iterator[str]:
         """An argument, or what the list on standard input holds."""

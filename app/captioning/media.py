@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from k3vl.app.captioning.items import WHOLE, FsspecFile, Item, Piece, Source
 from k3vl.app.captioning.pages import Pages
 from k3vl.app.captioning.rows import Seen
-from k3vl.errors import ConfigError, MediaError
+from k3vl.app.extras import needs_extra
+from k3vl.errors import MediaError
 from k3vl.types import MediaPart
 from k3vl.vision.image import DECODER_ERRORS, check_image, open_image
 from k3vl.vision.inspect import kind_of
@@ -288,10 +289,8 @@ def need_fsspec() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needs_extra("caption", "a URL of this kind"):
         import fsspec
-    except ImportError as exc:
-        raise ConfigError("URLs of this kind need fsspec: pip install 'k3vl[caption]'") from exc
     return fsspec
 
 

@@ -14,7 +14,7 @@ import json
 import os
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
-from k3vl.app.captioning.durable import cannot_write, replacing, write_all
+from k3vl.app.captioning.durable import cannot_write, replacing, sync_file, try_place, write_all
 from k3vl.app.captioning.items import Key, make_key
 from k3vl.app.captioning.rows import COLUMNS, Row, flat
 from k3vl.app.captioning.tables import need_parquet
@@ -79,6 +79,17 @@ class JsonLinesOutput:
         except OSError as exc:
             raise cannot_write(path, exc) from exc
 
+    def is_foreign(self) -> bool:
+        """Whether it holds lines that are no rows of captions; a torn last one does not count."""
+        if not is_regular(self.path):
+            return False
+        with self.path.open("rb") as file:
+            for line in file:
+                row = _row(line)
+                if line.strip() and not (row and ("caption" in row or "error" in row)):
+                    return row is not None or line.endswith(b"\n")
+        return False
+
     def rows(self) -> Iterator[Row]:
         """What the file holds already; a piece of a line at its end is left out."""
         for _, row in _lines(self.path):
@@ -88,7 +99,7 @@ class JsonLinesOutput:
         """Cut a torn last line, then add the rows that the file lacks."""
         if not is_regular(self.path):
             return
-        _cut_torn_line(self.path)
+        _end_last_line(self.path)
         self._keys = {_key(row) for row in self.rows()}
         if len(self._keys) < len(journal):
             for row in journal.rows():
@@ -118,7 +129,7 @@ class JsonLinesOutput:
     def sync(self) -> None:
         """See :class:`Output`."""
         if is_regular(self.path):
-            os.fsync(self._file.fileno())
+            sync_file(self._file, self.path)
 
     def finish(self, journal: Journal) -> None:
         """Drop rows that later ones replaced: a caption replaces an error, never the reverse."""
@@ -158,16 +169,22 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
     place = 0
     with path.open("rb") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict) and ("id" in row or "path" in row):
+            row = _row(line)
+            if row is not None and ("id" in row or "path" in row):
                 yield place, row
             place += len(line)
 
 
-def _cut_torn_line(path: Path) -> None:
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _end_last_line(path: Path) -> None:
+    """Give a last line its end where it is whole; else cut it off."""
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         keep = end
@@ -179,7 +196,10 @@ def _cut_torn_line(path: Path) -> None:
                 keep = start + found + 1
                 break
             keep = start
-        if keep < end:
+        file.seek(keep)
+        if _row(file.read()) is not None:
+            file.write(b"\n")
+        elif keep < end:
             file.truncate(keep)
 
 
@@ -196,12 +216,7 @@ class TableOutput:
         self._form = form
         if form == "parquet":
             need_parquet()
-        try:
-            with replacing(path.with_name(f"{path.name}.probe")):
-                pass
-            path.with_name(f"{path.name}.probe").unlink()
-        except OSError as exc:
-            raise cannot_write(path, exc) from exc
+        try_place(path)
 
     def close(self) -> None:
         """Nothing: it is open only while it is written."""

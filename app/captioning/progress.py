@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Protocol
 
 import click
@@ -173,7 +174,8 @@ def show(row: Row, *, as_json: bool) -> None:
         return
     path = click.style(printable(row["id"]), bold=True)
     if "error" in row:
-        click.echo(f"{path}: {click.style('error: ' + row['error'], fg='red')}", err=True)
+        reason = row["error"].removeprefix(f"{PurePath(row['path']).name}: ")
+        click.echo(f"{path}: {click.style('error: ' + reason, fg='red')}", err=True)
         return
     line = f"{path}: {row['caption']}\n"
     write_text(line if sys.stdout.isatty() else click.unstyle(line))

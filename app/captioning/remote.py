@@ -9,19 +9,16 @@ from __future__ import annotations
 import random
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import httpx2
 
 from k3vl.app.captioning.media import chosen_frames
 from k3vl.app.captioning.rows import Answer, Ask, ItemTimeoutError
-from k3vl.app.endpoint import (
-    check_endpoint,
-    error_text,
-    need_http_client,
-    open_client,
-    read_usage,
-)
 from k3vl.app.sent_media import frames_url, image_url, png_url, video_url
+from k3vl.app.upstream.answers import read_usage
+from k3vl.app.upstream.client import Refusal, check_model, open_client
 from k3vl.errors import BackendError, Cancelled, RequestError
 
 if TYPE_CHECKING:
@@ -48,7 +45,7 @@ class RemoteEngine:
         request_seconds: longest wait for one answer.
 
     Raises:
-        ConfigError: no HTTP client is installed.
+        ConfigError: ``base_url`` is no URL, or the key cannot be sent.
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class RemoteEngine:
         retries: int = 6,
         request_seconds: float = 600.0,
     ) -> None:
-        self._http = need_http_client()
         self.name = model
         self.revision = ""
         self.processor = processor
@@ -70,8 +66,9 @@ class RemoteEngine:
         self._retries = retries
         self._closed = threading.Event()
         self._jitter = random.Random()  # noqa: S311 - only spreads retries
+        self._where = (base_url, api_key)
         self._client = open_client(
-            self._http.Client, base_url, api_key, seconds=request_seconds, connections=parallel
+            httpx2.Client, base_url, api_key, seconds=request_seconds, connections=parallel
         )
 
     def check(self) -> None:
@@ -80,7 +77,7 @@ class RemoteEngine:
         Raises:
             ConfigError: it does not answer, refuses the key, or has no such model.
         """
-        check_endpoint(self._client, self.name)
+        check_model(*self._where, self.name)
 
     def answer(self, loaded: Loaded, ask: Ask, seconds: float | None) -> Answer:
         """See :class:`~k3vl.app.captioning.engines.Engine`."""
@@ -154,20 +151,20 @@ class RemoteEngine:
 
     def _attempt(self, body: Mapping[str, Any], left: float | None) -> dict[str, Any] | _Failure:
         """One post; a transient failure is a value, a permanent one an error."""
-        timeout = {} if left is None else {"timeout": left}
+        timeout = self._client.timeout if left is None else left
         try:
-            response = self._client.post("chat/completions", json=body, **timeout)
-        except (self._http.TransportError, RuntimeError) as exc:
+            response = self._client.post("chat/completions", json=body, timeout=timeout)
+        except (httpx2.TransportError, RuntimeError) as exc:
             if self._closed.is_set():
                 raise Cancelled("the run was stopped") from exc
             return _Failure(f"connection failed ({type(exc).__name__})")
         status = response.status_code
-        if status in _TRANSIENT:
-            return _Failure(f"HTTP {status}", _retry_after(response.headers.get("Retry-After")))
         if status != 200:
+            refusal = Refusal.read(status, response.headers, response.content)
+            if status in _TRANSIENT:
+                return _Failure(f"HTTP {status}", refusal.retry_after)
             raise RequestError(
-                f"the endpoint refused it: HTTP {status}: {error_text(response)}",
-                code=f"http_{status}",
+                f"the endpoint refused it: HTTP {status}: {refusal.said}", code=f"http_{status}"
             )
         try:
             data = response.json()
@@ -215,16 +212,12 @@ def _parse(data: dict[str, Any]) -> dict[str, str]:
 
 def _usage(usage: object, loaded: Loaded) -> Usage:
     """The endpoint's counts; media tokens are our own plan's where it tells none."""
+    counts = read_usage(usage)
+    if counts.image_tokens or counts.video_tokens:
+        return counts
     planned = sum(item.num_tokens for item in loaded.media.items)
     is_image = loaded.seen.kind == "image"
-    return read_usage(usage, image_tokens=planned * is_image, video_tokens=planned * (not is_image))
-
-
-def _retry_after(value: str | None) -> float | None:
-    try:
-        return float(value) if value else None
-    except ValueError:  # a date; our own backoff will do
-        return None
+    return replace(counts, image_tokens=planned * is_image, video_tokens=planned * (not is_image))
 
 
 def _media_part(loaded: Loaded, processor: MediaProcessor) -> dict[str, Any]:

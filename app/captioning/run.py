@@ -246,7 +246,11 @@ class Run:
 
     def _refuse_repeat(self, item: Item, prompt: Prompt) -> None:
         """Two rows of a table with one id: the second would replace the first."""
-        error = RequestError("this id was there before", param="id", code="duplicate_id")
+        error = RequestError(
+            "this id was there before; --column id=COLUMN tells rows apart",
+            param="id",
+            code="duplicate_id",
+        )
         source = replace(item.source, id=f"{item.source.id}#again")
         row = error_row(Item(source, item.piece), prompt.id, error, self._origin)
         refused: Future[Outcome] = Future()

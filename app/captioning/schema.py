@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from k3vl.app.extras import needs_extra
 from k3vl.errors import ConfigError, K3VLError
 
 if TYPE_CHECKING:
@@ -51,12 +52,8 @@ class Schema:
         Raises:
             ConfigError: it cannot be read, is no schema, or the validator is not installed.
         """
-        try:
+        with needs_extra("caption", "--json-schema"):
             import jsonschema_rs
-        except ImportError as exc:
-            raise ConfigError(
-                "--json-schema needs jsonschema-rs: pip install 'k3vl[caption]'"
-            ) from exc
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as exc:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from k3vl.app.captioning.files import MEDIA_SUFFIXES
 from k3vl.app.captioning.items import Source
+from k3vl.app.captioning.tables import as_text
 from k3vl.errors import ConfigError, MediaError
 
 if TYPE_CHECKING:
@@ -113,4 +114,4 @@ def _json_columns(data: bytes) -> dict[str, str]:
         return {}
     if not isinstance(record, dict):
         return {}
-    return {name: str(v) for name, v in record.items() if isinstance(v, str | int | float)}
+    return {name: text for name, v in record.items() if (text := as_text(v)) is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3vl.app.captioning.items import FsspecFile, Media, Source
+from k3vl.app.extras import needs_extra
 from k3vl.errors import ConfigError, MediaError
 
 if TYPE_CHECKING:
@@ -52,10 +54,9 @@ class ColumnMap:
         return cls(columns)
 
     def get(self, row: Mapping[str, Any], field: str) -> Any:
-        """The row's value for a field; None where there is none."""
-        if field in self.columns:
-            return row.get(self.columns[field])
-        return next((row[name] for name in _NAMES[field] if row.get(name) is not None), None)
+        """The row's value for a field; None where there is none, or an empty one."""
+        names = (self.columns[field],) if field in self.columns else _NAMES[field]
+        return next((row[name] for name in names if row.get(name) not in (None, "")), None)
 
 
 def table_sources(table: Path, columns: ColumnMap, *, light: bool = False) -> Iterator[Source]:
@@ -80,15 +81,15 @@ def table_sources(table: Path, columns: ColumnMap, *, light: bool = False) -> It
 def _row_source(table: Path, where: str, row: Mapping[str, Any], columns: ColumnMap) -> Source:
     media, path = _media(table, row, columns)
     given = columns.get(row, "id")
-    values = {name: str(value) for name, value in row.items() if _is_plain(value)}
-    if (old := columns.get(row, "caption")) is not None and _is_plain(old):
-        values["caption"] = str(old)
+    values = {name: text for name, value in row.items() if (text := as_text(value)) is not None}
+    if (old := as_text(columns.get(row, "caption"))) is not None:
+        values["caption"] = old
     error = None
     if media is None:
         names = ", ".join(name for name in row)
         error = MediaError(f"no picture in this row; columns: {names}", code="row_invalid")
     name = str(given) if given is not None else path or where
-    beside = media if isinstance(media, Path) else None
+    beside = media if isinstance(media, Path) and media.name else None
     return Source(
         id=name,
         path=path or where,
@@ -126,6 +127,15 @@ def url_media(url: str) -> Media:
     return url if scheme in ("http", "https", "data") else FsspecFile(url)
 
 
+def as_text(value: object) -> str | None:
+    """What a prompt's variable stands for: a plain value, or a list of them; nothing is empty."""
+    if isinstance(value, list) and all(map(_is_plain, value)):
+        return ", ".join(map(str, value))
+    if value is None:
+        return ""
+    return str(value) if _is_plain(value) else None
+
+
 def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
@@ -137,7 +147,7 @@ def _rows(table: Path, *, light: bool) -> Iterator[tuple[int, dict[str, Any] | M
         if suffix == ".parquet":
             yield from enumerate(_parquet_rows(table, light=light), 1)
         elif suffix in (".csv", ".tsv"):
-            yield from enumerate(_csv_rows(table, "\t" if suffix == ".tsv" else ","), 1)
+            yield from enumerate(_csv_rows(table), 1)
         else:
             yield from _json_rows(table)
     except OSError as exc:
@@ -161,10 +171,17 @@ def _json_rows(table: Path) -> Iterator[tuple[int, dict[str, Any] | MediaError]]
                 yield number, MediaError("not a JSON object", code="row_invalid")
 
 
-def _csv_rows(table: Path, delimiter: str) -> Iterator[dict[str, Any] | MediaError]:
+def _csv_rows(table: Path) -> Iterator[dict[str, Any] | MediaError]:
     csv.field_size_limit(min(_MAX_FIELD, sys.maxsize))
-    with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter)
+    with table.open("rb") as file:
+        is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if is_utf16 else "utf-8-sig"
+    errors = "replace" if is_utf16 else "surrogateescape"
+    with table.open(encoding=encoding, errors=errors, newline="") as file:
+        delimiter = _delimiter(file.readline(_MAX_FIELD))
+        file.seek(0)
+        # Strict: else a quote without an end would make one field of all rows behind it.
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         while True:
             try:
                 row = next(reader)
@@ -173,7 +190,12 @@ def _csv_rows(table: Path, delimiter: str) -> Iterator[dict[str, Any] | MediaErr
             except csv.Error as exc:
                 yield MediaError(f"not a CSV row ({exc})", code="row_invalid")
                 continue
-            yield {name: value for name, value in row.items() if name is not None and value}
+            yield {name: value for name, value in row.items() if name is not None}
+
+
+def _delimiter(header: str) -> str:
+    """The first of the usual ones that parts the header; many spreadsheets write a semicolon."""
+    return next((sign for sign in ",\t;|" if sign in header), ",")
 
 
 def _parquet_rows(table: Path, *, light: bool) -> Iterator[dict[str, Any]]:
@@ -200,8 +222,6 @@ def need_parquet() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needs_extra("caption", "Parquet"):
         import pyarrow.parquet as pq
-    except ImportError as exc:
-        raise ConfigError("Parquet needs pyarrow: pip install 'k3vl[caption]'") from exc
     return pq

@@ -1,8 +1,11 @@
-"""A guard in front of Gradio: calls may name uploaded files only, never URLs to fetch.
+"""A guard in front of Gradio: nothing is fetched, neither by it nor by the visitor's browser.
 
 Gradio fetches a file whose path in a call is a URL, with a filter against internal addresses. The
 demo fetches nothing for anybody, so such a call is refused before Gradio sees it. Uploads have a
 route of their own and pass through.
+
+An answer is Markdown, which may hold pictures of other hosts: a text in a photo could talk a model
+into telling such a host what was said. The page's policy keeps the browser from asking for them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+CONTENT_POLICY = (
+    b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; "
+    b"base-uri 'self'; form-action 'self'"
+)
+"""Gradio's page has scripts of its own in it and compiles some."""
 MAX_CALL_BYTES = 4 * 2**20
 """A call holds a question and the drawer's values; files are uploaded before."""
 
@@ -26,6 +34,7 @@ class UploadsOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer 400 (a URL, no JSON) or 413 (too long)."""
+        send = _with_policy(send)
         if scope["type"] != "http" or scope["method"] != "POST" or _is_upload(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -50,6 +59,16 @@ class UploadsOnly:
                 await _refuse(send, 400, "only uploaded files are taken")
                 return
         await self._app(scope, _replay(body, receive), send)
+
+
+def _with_policy(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            header = (b"content-security-policy", CONTENT_POLICY)
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await send(message)
+
+    return sending
 
 
 def names_url(data: Any) -> bool:

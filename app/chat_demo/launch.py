@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from k3vl.app.chat_demo.remote import RemoteChat
+from k3vl.app.extras import needs_extra
 from k3vl.app.inspect import media_config
 from k3vl.errors import ConfigError
 from k3vl.pipeline import Pipeline
@@ -111,6 +111,9 @@ def open_model(settings: DemoSettings, *, say: Callable[[str], None]) -> Iterato
         WeightError: the checkpoint's tensors are not usable.
     """
     if settings.base_url is not None:
+        with needs_extra("demo", "--base-url"):
+            from k3vl.app.chat_demo.remote import RemoteChat
+
         remote = RemoteChat(
             settings.base_url,
             settings.model,
@@ -224,7 +227,5 @@ def _require_gradio() -> None:
         ConfigError: it is not installed.
     """
     os.environ.update(_QUIET)
-    try:
+    with needs_extra("demo", "the demo"):
         import gradio  # noqa: F401
-    except ImportError as exc:
-        raise ConfigError("the demo needs Gradio: pip install 'k3vl[demo]'") from exc

@@ -6,10 +6,11 @@ is never asked for the history, so it cannot smuggle anything into it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator  # noqa: TC003 - Gradio evaluates handlers' annotations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import gradio as gr
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from k3vl.app.chat_demo.model import ChatModel
     from k3vl.app.chat_demo.seen import Seen
 
+_Answering: TypeAlias = "Callable[..., AsyncIterator[tuple[Any, ...]]]"
 _EFFORTS = ("low", "high", "max")
 _FILE_TYPES = [
     *("image", "video", ".heic", ".heif", ".avif", ".tif", ".tiff"),
@@ -211,6 +213,15 @@ def read_settings(
     )
 
 
+def _chosen(drawer: tuple[Any, ...]) -> ChatSettings | None:
+    """The drawer's values; what is wrong with them is said, and the chat stays as it is."""
+    try:
+        return read_settings(*drawer)
+    except gr.Error as exc:
+        gr.Warning(exc.message, title="Settings")
+        return None
+
+
 # ---------------------------------------------------------------------- handlers
 
 
@@ -230,7 +241,7 @@ def _wire(
     ]
     for bind, handler, inputs in answering:
         asked = bind(
-            handler,
+            _never_silent(handler),
             inputs,
             list(view),
             concurrency_limit=_CONCURRENCY,
@@ -250,6 +261,21 @@ def _wire(
     page.unload(forget)
 
 
+def _never_silent(handler: _Answering) -> _Answering:
+    """A handler that gives nothing would empty all that it writes to, the box included."""
+
+    @functools.wraps(handler)
+    async def answering(*args: Any) -> AsyncIterator[tuple[Any, ...]]:
+        silent = True
+        async for shown in handler(*args):
+            silent = False
+            yield shown
+        if silent:
+            yield tuple(gr.skip() for _ in _View._fields)
+
+    return answering
+
+
 def _at_once(bind: Callable[..., Any], handler: Callable[..., Any], outputs: Any) -> None:
     """Bind what needs no model: it does not wait in the queue behind answers."""
     bind(handler, None, outputs, queue=False, show_progress="hidden", api_visibility="private")
@@ -257,9 +283,11 @@ def _at_once(bind: Callable[..., Any], handler: Callable[..., Any], outputs: Any
 
 def _sender(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
     async def send(
-        request: gr.Request, message: dict[str, Any], *drawer: Any
+        request: gr.Request, message: dict[str, Any] | None, *drawer: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        session, chosen = sessions.get(_key(request)), read_settings(*drawer)
+        session, chosen = sessions.get(_key(request)), _chosen(drawer)
+        if chosen is None or message is None:  # nothing is sent from a box that was never touched
+            return
         paths = [Path(path) for path in message["files"]]
         async for shown in _show(session, session.send(message["text"], paths, chosen)):
             yield shown
@@ -271,7 +299,9 @@ def _example_sender(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any
     async def send_example(
         request: gr.Request, data: gr.SelectData, *drawer: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        session, chosen = sessions.get(_key(request)), read_settings(*drawer)
+        session, chosen = sessions.get(_key(request)), _chosen(drawer)
+        if chosen is None:
+            return
         example = examples_of(data)
         async for shown in _show(session, session.send(*example, chosen)):
             yield shown
@@ -288,9 +318,9 @@ def _retrier(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]
     async def retry(
         request: gr.Request, data: gr.RetryData, *drawer: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        session, chosen = sessions.get(_key(request)), read_settings(*drawer)
+        session, chosen = sessions.get(_key(request)), _chosen(drawer)
         turn = _turn_of(session, data.index)
-        if turn is not None:
+        if turn is not None and chosen is not None:
             async for shown in _show(session, session.retry(turn, chosen)):
                 yield shown
 
@@ -301,9 +331,9 @@ def _editor(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]
     async def edit(
         request: gr.Request, data: gr.EditData, *drawer: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        session, chosen = sessions.get(_key(request)), read_settings(*drawer)
+        session, chosen = sessions.get(_key(request)), _chosen(drawer)
         turn = _turn_of(session, data.index)
-        if turn is not None:
+        if turn is not None and chosen is not None:
             async for shown in _show(session, session.edit(turn, str(data.value), chosen)):
                 yield shown
 
@@ -312,7 +342,9 @@ def _editor(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]
 
 def _giver(sessions: Sessions) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
     async def give(request: gr.Request, text: str, *drawer: Any) -> AsyncIterator[tuple[Any, ...]]:
-        session, chosen = sessions.get(_key(request)), read_settings(*drawer)
+        session, chosen = sessions.get(_key(request)), _chosen(drawer)
+        if chosen is None:
+            return
         if len(session.awaited) > 1:
             async for _ in session.give(text, chosen):
                 yield _frame(session, result=_result_of(session))

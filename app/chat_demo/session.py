@@ -196,7 +196,7 @@ class Session:
             try:
                 read, view = await self._read(file)
             except MediaError as exc:
-                read = replace(file, problem=_reason(exc))
+                read = replace(file, problem=_reason(exc, file))
             else:
                 seen.append(view)
             turn = self.turns[index]
@@ -253,7 +253,8 @@ class Session:
         usable = self.turns[owner].usable
         if int(match[2]) >= len(usable):
             return False
-        turn = self.turns[owner].without(usable[int(match[2])], _reason(exc))
+        file = usable[int(match[2])]
+        turn = self.turns[owner].without(file, _reason(exc, file))
         self.turns = (*self.turns[:owner], turn, *self.turns[owner + 1 :])
         return True
 
@@ -299,9 +300,9 @@ def _paths(turn: Turn) -> tuple[Path, ...]:
     return tuple(file.path for file in turn.attachments)
 
 
-def _reason(exc: MediaError) -> str:
-    """Why, without the place in the request, which a visitor did not write."""
-    return _PREFIX.sub("", str(exc)).rstrip(".")
+def _reason(exc: MediaError, file: Attachment) -> str:
+    """Why, without the file's name, and the place in the request, which a visitor did not write."""
+    return _PREFIX.sub("", str(exc)).removeprefix(f"{file.path.name}: ").rstrip(".")
 
 
 def _sentence(exc: K3VLError) -> str:

@@ -24,6 +24,9 @@ from k3vl.types import MediaPart, Message, SamplingParams, TextPart
 from k3vl.vision.inspect import kind_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from k3vl.app.captioning.engines import Engine
     from k3vl.app.captioning.media import Loaded
     from k3vl.app.evaluation.labels import Question
@@ -79,7 +82,12 @@ class LocalAsked:
         """See :class:`Asked`."""
         start = time.perf_counter()
         request = self._request(question)
-        parts = [part for part in request.messages[0].parts if isinstance(part, MediaPart)]
+        parts = [
+            part
+            for message in request.messages
+            for part in message.parts
+            if isinstance(part, MediaPart)
+        ]
         media = [self._pipeline.processor.process(part) for part in parts]
         seconds = time.perf_counter() - start
         told = self._told(request, media, seconds)
@@ -87,13 +95,16 @@ class LocalAsked:
         return told, grey
 
     def _request(self, question: Question) -> Request:
-        media = tuple(MediaPart(kind_of(path), path) for path in question.files)
-        message = Message(role="user", parts=(*media, TextPart(question.prompt)))
+        messages = []
+        for turn in question.history:
+            messages.append(_asked(turn.files, turn.prompt))
+            messages.append(Message(role="assistant", parts=(TextPart(turn.answer),)))
+        messages.append(_asked(question.files, question.prompt))
         options = replace(self._pipeline.defaults, **question.options)
         if "thinking" in question.options and "thinking_effort" not in question.options:
             options = replace(options, thinking_effort=None)
         return self._pipeline.request(
-            [message],
+            messages,
             tools=question.tools,
             options=options,
             sampling=SamplingParams(max_tokens=MAX_TOKENS, logprobs=0),
@@ -110,6 +121,11 @@ class LocalAsked:
             media_seconds=seconds,
             answer_seconds=time.perf_counter() - start,
         )
+
+
+def _asked(files: Sequence[Path], prompt: str) -> Message:
+    media = tuple(MediaPart(kind_of(path), path) for path in files)
+    return Message(role="user", parts=(*media, TextPart(prompt)))
 
 
 def _calls(reply: Reply) -> tuple[dict[str, Any], ...]:
@@ -146,8 +162,10 @@ class RemoteAsked:
 
     def ask(self, question: Question, *, blank: bool) -> tuple[Told, Told | None]:
         """See :class:`Asked`."""
-        if len(question.files) != 1 or question.tools or question.options:
-            raise RequestError("several files, tools and options are not sent to an endpoint")
+        if len(question.files) != 1 or question.history or question.tools or question.options:
+            raise RequestError(
+                "several files, history, tools and options are not sent to an endpoint"
+            )
         start = time.perf_counter()
         path = question.files[0]
         fetched = self._loader.fetch(Source(id=path.name, path=path.name, media=path))

@@ -8,6 +8,8 @@
 ``metric``     one of :data:`~k3vl.app.evaluation.scores.METRICS`, or a list of them; ``exact``
                where it is left out
 ``split``      which row of the table the question belongs to; ``all`` where it is left out
+``history``    turns before it, each with ``file`` or ``files``, ``prompt`` and ``answer``: what was
+               shown, asked and said
 ``options``    ``thinking``, ``thinking_effort``, ``tool_choice``, ``response_format``
 ``tools``      tool declarations, as chat completions take them
 ``baselines``  what others answered, by name: scored and shown beside the model
@@ -30,9 +32,19 @@ if TYPE_CHECKING:
 LABELS = "labels.jsonl"
 _OPTIONS = ("thinking", "thinking_effort", "tool_choice", "response_format")
 _ANSWERS = ("answer", "answers", "expected")
+_SAID = frozenset(("file", "files", "prompt", "answer"))
 _FIELDS = frozenset(
-    ("file", "files", "prompt", *_ANSWERS, "metric", "split", "options", "tools", "baselines", "id")
-)
+    ("file", "files", "prompt", *_ANSWERS, "metric", "split", "history", "options", "tools", "id")
+) | {"baselines"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """A turn before the question, and what was answered."""
+
+    files: tuple[Path, ...]
+    prompt: str
+    answer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +53,7 @@ class Question:
 
     Attributes:
         files: pictures and clips in front of the prompt.
+        history: what was shown and said before.
         answers: any of them is right.
         metrics: how an answer is scored; the first one heads the row.
         options: chat options that differ from the checkpoint's.
@@ -52,6 +65,7 @@ class Question:
     answers: tuple[Any, ...]
     metrics: tuple[str, ...] = ("exact",)
     split: str = "all"
+    history: tuple[Earlier, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     baselines: Mapping[str, Any] = field(default_factory=dict)
@@ -89,14 +103,7 @@ def _question(folder: Path, record: Any) -> Question:
     _need(isinstance(record, dict), "not an object")
     for name in sorted(set(record) - _FIELDS):
         _need(False, f"unknown field {name!r}")
-    names = _listed(record, "files", ("file",))
-    _need(
-        all(isinstance(name, str) and name for name in names),
-        "file must be a name, files a list of names",
-    )
-    files = tuple(folder / name for name in names)
-    for path in files:
-        _need(path.is_file(), f"{path.name}: no such file")
+    files = _files(folder, record)
     answers = _listed(record, "answers", ("answer", "expected"))
     _need(bool(answers), "no answer")
     metric = record.get("metric", "exact")
@@ -119,10 +126,41 @@ def _question(folder: Path, record: Any) -> Question:
         answers=answers,
         metrics=metrics,
         split=split,
+        history=tuple(_earlier(folder, turn) for turn in _turns(record)),
         options=options,
         tools=tuple(record.get("tools", ())),
         baselines=baselines,
     )
+
+
+def _files(folder: Path, record: dict[str, Any]) -> tuple[Path, ...]:
+    names = _listed(record, "files", ("file",))
+    _need(
+        all(isinstance(name, str) and name for name in names),
+        "file must be a name, files a list of names",
+    )
+    files = tuple(folder / name for name in names)
+    for path in files:
+        _need(path.is_file(), f"{path.name}: no such file")
+    return files
+
+
+def _turns(record: dict[str, Any]) -> list[Any]:
+    turns = record.get("history", [])
+    _need(isinstance(turns, list), "history must be a list of turns")
+    return list(turns)
+
+
+def _earlier(folder: Path, turn: Any) -> Earlier:
+    _need(isinstance(turn, dict), "history: a turn is an object")
+    for name in sorted(set(turn) - _SAID):
+        _need(False, f"history: unknown field {name!r}")
+    prompt, answer = turn.get("prompt"), turn.get("answer")
+    _need(
+        isinstance(prompt, str) and isinstance(answer, str),
+        "history: prompt and answer must be text",
+    )
+    return Earlier(files=_files(folder, turn), prompt=str(prompt), answer=str(answer))
 
 
 def _listed(record: dict[str, Any], several: str, single: tuple[str, ...]) -> tuple[Any, ...]:

@@ -43,6 +43,12 @@ class Result:
             "prompt": question.prompt,
             "answers": list(question.answers),
         }
+        if question.history:
+            out["history"] = [
+                {"files": [path.name for path in turn.files]}
+                | {"prompt": turn.prompt, "answer": turn.answer}
+                for turn in question.history
+            ]
         if self.error is not None:
             out["error"] = self.error
         if self.told is not None:

@@ -23,12 +23,13 @@ from k3vl.types import (
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
+    Usage,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from k3vl.types import Event, FinishReason, Usage
+    from k3vl.types import Event, FinishReason
 
     Batch = tuple[int, list[Event]]
 
@@ -69,6 +70,8 @@ class _Logprobs(BaseModel):
 
 
 class _Details(BaseModel):
+    image_tokens: int | None = None
+    video_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
 
@@ -80,6 +83,19 @@ class _Usage(BaseModel):
     reasoning_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
+
+    def counts(self) -> Usage:
+        """0 for whatever is not told."""
+        prompt = self.prompt_tokens_details or _Details()
+        completion = self.completion_tokens_details or _Details()
+        return Usage(
+            prompt_tokens=self.prompt_tokens or 0,
+            image_tokens=prompt.image_tokens or 0,
+            video_tokens=prompt.video_tokens or 0,
+            cached_tokens=_first(prompt.cached_tokens, self.cached_tokens, 0),
+            completion_tokens=self.completion_tokens or 0,
+            reasoning_tokens=_first(completion.reasoning_tokens, self.reasoning_tokens, 0),
+        )
 
 
 class _Choice(BaseModel):
@@ -119,12 +135,14 @@ class AnswerReader:
 
     Args:
         num_answers: how many were asked for.
-        planned: counts of what was sent; the media's are kept, as endpoints count them or not.
+        planned: counts of the media that were sent; they are told instead of the endpoint's, to
+            which clips may have gone as pictures. None: the endpoint's are told.
     """
 
-    def __init__(self, num_answers: int, planned: Usage) -> None:
+    def __init__(self, num_answers: int, planned: Usage | None = None) -> None:
         self._answers = [_Answer() for _ in range(num_answers)]
-        self._usage = planned
+        self._planned = planned
+        self._usage = planned or Usage()
 
     def feed(self, data: str) -> Iterator[Batch]:
         """The events of one chunk.
@@ -185,15 +203,20 @@ class AnswerReader:
         answer.reason = choice.finish_reason or answer.reason
 
     def _count(self, usage: _Usage) -> None:
-        prompt = usage.prompt_tokens_details or _Details()
-        completion = usage.completion_tokens_details or _Details()
-        self._usage = replace(
-            self._usage,
-            prompt_tokens=_first(usage.prompt_tokens, self._usage.prompt_tokens),
-            completion_tokens=_first(usage.completion_tokens, 0),
-            cached_tokens=_first(prompt.cached_tokens, usage.cached_tokens, 0),
-            reasoning_tokens=_first(completion.reasoning_tokens, usage.reasoning_tokens, 0),
-        )
+        counts, planned = usage.counts(), self._planned
+        if planned is not None:
+            counts = replace(
+                counts, image_tokens=planned.image_tokens, video_tokens=planned.video_tokens
+            )
+        self._usage = counts
+
+
+def read_usage(usage: object) -> Usage:
+    """The counts of an answer that came as a whole; none where they cannot be read."""
+    try:
+        return _Usage.model_validate(usage or {}).counts()
+    except ValidationError:
+        return Usage()
 
 
 def _call_events(answer: _Answer, piece: _Call) -> Iterator[Event]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import httpx2
-
-from k3vl.app.upstream.endpoint import CONNECT_SECONDS, Endpoint
+from k3vl.app.upstream.client import ask_models, require_model
+from k3vl.app.upstream.endpoint import Endpoint
 from k3vl.app.upstream.engine import UpstreamEngine, VideoForm
 from k3vl.config import K3_MEDIA, checkpoint_path, load_config, load_media_config
-from k3vl.errors import ConfigError
+from k3vl.errors import BackendUnavailableError, ConfigError
 from k3vl.load import load_chat_defaults
 from k3vl.prompt import PromptWriter
 from k3vl.types import ChatOptions
@@ -84,37 +83,16 @@ def find_model(url: str, *, api_key: str | None, name: str | None) -> Found:
         ConfigError: no name was given and the endpoint does not list exactly one, it has none of
             that name, or it refuses the key.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx2.get(url.rstrip("/") + "/models", headers=headers, timeout=CONNECT_SECONDS)
-    except (httpx2.HTTPError, httpx2.InvalidURL) as exc:
+        models = ask_models(url, api_key)
+    except BackendUnavailableError as exc:
         if name is not None:
             return Found(name=name)
-        raise ConfigError(
-            f"--backend {url}: no answer; --backend-model lets it come later"
-        ) from exc
-    if response.status_code in (401, 403):
-        raise ConfigError(f"--backend {url}: the key is refused (HTTP {response.status_code})")
-    models = _listed(response)
+        raise ConfigError(f"{exc}; --backend-model lets it come later") from exc
     if name is None:
         if len(models) != 1:
             listed = ", ".join(list(models)[:10]) or "no model"
-            raise ConfigError(f"--backend {url} lists {listed}; choose one with --backend-model")
+            raise ConfigError(f"{url} lists {listed}; choose one with --backend-model")
         (name,) = models
-    elif models and name not in models:
-        raise ConfigError(f"--backend {url}: no model '{name}', there are {', '.join(models)}")
+    require_model(url, models, name)
     return Found(name=name, context_length=models.get(name))
-
-
-def _listed(response: httpx2.Response) -> dict[str, int | None]:
-    """Names and context lengths; nothing where the answer is not understood."""
-    try:
-        entries: Any = response.json()["data"]
-        return {str(entry["id"]): _context_length(entry) for entry in entries}
-    except (ValueError, KeyError, TypeError):
-        return {}
-
-
-def _context_length(entry: dict[str, Any]) -> int | None:
-    lengths = (entry.get("context_length"), entry.get("max_model_len"))
-    return next((length for length in lengths if isinstance(length, int)), None)

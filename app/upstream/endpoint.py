@@ -1,61 +1,59 @@
 """HTTP to an OpenAI-compatible endpoint: one streamed request, and its failures in our own terms.
 
-An endpoint's address never enters a message that a client may see.
+Unless whoever asks says otherwise, nothing in a message tells of the endpoint's address.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import httpx2
 
-from k3vl.app.upstream.answers import words_of
+from k3vl.app.upstream.client import Refusal, open_client
 from k3vl.errors import (
     BackendAnswerError,
     BackendTimeoutError,
     BackendUnavailableError,
     CapacityError,
-    ConfigError,
     RequestError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
-CONNECT_SECONDS = 10.0
 READ_SECONDS = 600.0
 """Longest silence; a long prompt may wait and be read for minutes before its first token."""
 PROBE_SECONDS = 5.0
 _MAX_ERROR_BYTES = 1 << 16
-_MAX_WAIT = 3600.0
 _DONE = "[DONE]"
 _CALLERS_FAULT = frozenset({400, 413, 422})
 
 
 class Endpoint:
-    """A base URL up to and including ``/v1``; belongs to one event loop.
+    """A place that is asked; belongs to one event loop.
+
+    Args:
+        url: up to and including ``/v1``.
+        api_key: sent as a bearer token; None sends none.
+        read_seconds: longest silence.
+        refused: the error behind a refusal; None: one that a client may read who is not to know
+            of the endpoint.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is none, or the key cannot be sent.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, read_seconds: float = READ_SECONDS
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        read_seconds: float = READ_SECONDS,
+        refused: Callable[[Refusal], Exception] | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--backend {url}: not an http: or https: URL")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        try:
-            self._client = httpx2.AsyncClient(
-                base_url=url.rstrip("/") + "/",
-                headers=headers,
-                timeout=httpx2.Timeout(read_seconds, connect=CONNECT_SECONDS),
-                limits=httpx2.Limits(max_connections=None),
-            )
-        except (httpx2.InvalidURL, ValueError) as exc:
-            raise ConfigError(f"--backend {url}: not a URL") from exc
+        self._client = open_client(httpx2.AsyncClient, url, api_key, seconds=read_seconds)
+        self._refused = refused or for_strangers
 
     @contextlib.asynccontextmanager
     async def stream(self, body: bytes) -> AsyncIterator[AsyncIterator[str]]:
@@ -81,7 +79,7 @@ class Endpoint:
             if response.status_code != 200:
                 with _in_our_terms():
                     text = await _head(response)
-                raise _refusal(response, text)
+                raise self._refused(Refusal.read(response.status_code, response.headers, text))
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "text/event-stream":
                 raise BackendAnswerError("the backend sent what is no stream of events")
@@ -140,22 +138,16 @@ async def _head(response: httpx2.Response) -> bytes:
     return bytes(body[:_MAX_ERROR_BYTES])
 
 
-def _refusal(response: httpx2.Response, body: bytes) -> Exception:
-    """An answer other than 200 in our terms."""
-    status = response.status_code
-    try:
-        data: Any = json.loads(body)
-    except ValueError:
-        data = {}
-    error = data.get("error", data) if isinstance(data, dict) else {}
+def for_strangers(refusal: Refusal) -> Exception:
+    """A refusal in the words that our own clients may read."""
+    status = refusal.status
     if status == 429:
-        seconds = _seconds(response.headers.get("Retry-After"))
+        seconds = max(refusal.retry_after or 1.0, 1.0)
         return CapacityError("the backend has too much to do", retry_after=seconds)
     if status in _CALLERS_FAULT:
-        code = error.get("code") if isinstance(error, dict) else None
         return RequestError(
-            f"the backend refuses this: {words_of(error)}",
-            code=code if isinstance(code, str) else "refused_by_backend",
+            f"the backend refuses this: {refusal.words or 'without a word'}",
+            code=refusal.code or "refused_by_backend",
         )
     if status == 503:
         return BackendUnavailableError("the backend takes no requests now")
@@ -164,11 +156,3 @@ def _refusal(response: httpx2.Response, body: bytes) -> Exception:
     if status in (401, 403):
         return BackendAnswerError("the backend refuses this server's key")
     return BackendAnswerError(f"the backend answered with status {status}")
-
-
-def _seconds(text: str | None) -> float:
-    """How long it wants to be left alone; a date or nonsense is a second."""
-    try:
-        return min(max(float(text or 1.0), 1.0), _MAX_WAIT)
-    except ValueError:
-        return 1.0

@@ -1,9 +1,8 @@
 """Training batches on the CPU: scenes, conversations and the arrays that the GPU needs.
 
-A *bucket* fixes the grid of a picture, the frames and the row length, so that every batch of a
-bucket has the same shapes; all buckets have the same number of language tokens. The size of every
-single picture still varies: it ends up to 27 pixels before the grid does, and the rest is black, as
-the media processor pads it. No torch here: workers stay light.
+All batches of a bucket have the same shapes. The size of every single picture still varies: it ends
+up to 27 pixels before the grid does, and the rest is black, as the media processor pads it. No
+torch here: workers stay light.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3vl.demo.atlas import TRAIN, Atlas
+from k3vl.demo.buckets import CELL_PIXELS, STILL, TOKENS
 from k3vl.demo.charts import draw_chart, random_chart
 from k3vl.demo.chat import MEDIA_PAD, ROW_PAD, Chat, Media, Row, Style
 from k3vl.demo.clips import group_times
 from k3vl.demo.edits import difference_turns, edited, several_turns
 from k3vl.demo.scene import CHESSBOARD, MAX_ITEMS, Ground, Item, Scene, SceneMaker, SceneOptions
+from k3vl.demo.talks import Talk, Talker
 from k3vl.demo.tasks import Questioner, caption
-from k3vl.demo.tool_tasks import tool_rows
+from k3vl.demo.tool_tasks import declare, random_tools, tool_rows, tool_turn
 from k3vl.xtml.wording import THINKING_EFFORTS
 
 if TYPE_CHECKING:
@@ -29,18 +30,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from k3vl.demo.buckets import Bucket
     from k3vl.demo.turns import Turn
-
-TOKENS = 98_304
-"""Language tokens of one step."""
-
-CELL_PIXELS = 28
-"""A visual token covers 28 by 28 pixels."""
 
 _TRANSPARENT = 0.06
 # Shares of stills without a drawing, and of those made to show a number.
 _EMPTY, _NUMBER = 0.03, 0.14
-_DIFFERENCES = 0.75  # of pairs; the others are unrelated pictures
+_DIFFERENCES = 0.75  # of pairs in one message; the others are unrelated pictures
+_CHANGES = 0.12  # of chats about two pictures: the second is the first after a change
+_CALLS = 0.6  # of questions that bring something are for a call, where tools are declared
 _SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You describe pictures.")
 _PAPER = Ground(kind=0, first=CHESSBOARD[0], second=CHESSBOARD[1], angle=0.0)
 # Frame rates that files have; the last is NTSC.
@@ -48,84 +46,8 @@ _FILE_RATES = (1.0, 2.0, 4.0, 5.0, 8.0, 10.0, 12.0, 15.0, 24.0, 25.0, 30.0, 3000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Shapes of one kind of batch.
-
-    Attributes:
-        height, width: of the padded grid, pixels.
-        row: tokens of a row.
-        share: how often it is drawn.
-        groups: frames of every group of a clip; () for pictures.
-        pictures: pictures of one message.
-        thinking: share of conversations with the think channel.
-        charts: pictures are bar charts.
-        tools: conversations declare tools.
-        early: used from the start, before the full mix.
-    """
-
-    name: str
-    height: int
-    width: int
-    row: int
-    share: int
-    groups: tuple[int, ...] = ()
-    pictures: int = 1
-    thinking: float = 0.0
-    charts: bool = False
-    tools: bool = False
-    early: bool = False
-
-    @property
-    def frames(self) -> int:
-        """Pictures of one clip."""
-        return sum(self.groups) or 1
-
-    @property
-    def visual(self) -> int:
-        """Visual tokens of one picture or group."""
-        return self.height * self.width // CELL_PIXELS**2
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """Frames of every media item of a row."""
-        return self.groups or (1,) * self.pictures
-
-
-_SOME = 0.3  # of conversations think where rows have room
-BUCKETS = (
-    Bucket(name="img224", height=224, width=224, row=192, share=25),
-    Bucket(name="think224", height=224, width=224, row=256, share=8, thinking=1.0),
-    Bucket(name="tool168", height=168, width=168, row=512, share=7, thinking=_SOME, tools=True),
-    Bucket(name="land", height=168, width=224, row=192, share=6),
-    Bucket(name="port", height=224, width=168, row=192, share=5),
-    Bucket(name="wide", height=112, width=336, row=192, share=2),
-    Bucket(name="tall", height=336, width=112, row=192, share=2),
-    Bucket(name="big", height=336, width=448, row=384, share=3, thinking=_SOME),
-    Bucket(name="img448", height=448, width=448, row=384, share=3),
-    Bucket(name="img140", height=140, width=140, row=128, share=5),
-    Bucket(name="img112", height=112, width=112, row=128, share=6, early=True),
-    Bucket(name="img84", height=84, width=84, row=64, share=3, early=True),
-    Bucket(name="img56", height=56, width=56, row=64, share=1),
-    Bucket(name="chart224", height=224, width=224, row=192, share=5, charts=True),
-    Bucket(name="chart336", height=224, width=336, row=256, share=2, thinking=_SOME, charts=True),
-    Bucket(name="pair168", height=168, width=168, row=192, share=8, pictures=2),
-    Bucket(name="pair224", height=224, width=224, row=256, share=3, pictures=2),
-    Bucket(name="trio112", height=112, width=112, row=192, share=2, thinking=_SOME, pictures=3),
-    Bucket(name="vid112", height=112, width=112, row=128, share=5, groups=(4,)),
-    Bucket(name="vid112x2", height=112, width=112, row=256, share=5, groups=(4, 4)),
-    Bucket(name="vid112x4", height=112, width=112, row=384, share=3, groups=(4, 4, 4, 4)),
-    Bucket(name="vid168", height=168, width=224, row=256, share=2, groups=(4,)),
-    Bucket(name="vid168x2", height=168, width=224, row=512, share=2, groups=(4, 4)),
-    Bucket(name="vid112tail2", height=112, width=112, row=192, share=2, groups=(4, 2)),
-    Bucket(name="vid112tail1", height=112, width=112, row=256, share=1, groups=(4, 4, 1)),
-    Bucket(name="vid112short", height=112, width=112, row=128, share=1, groups=(3,)),
-    Bucket(name="vidthink", height=112, width=112, row=256, share=2, groups=(4, 4), thinking=1.0),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Arrays of one batch; P pictures or clips, F frames each, K = 6 sprite slots.
+    """Arrays of one batch; P pictures and clips with F frames in all, K = 6 sprite slots.
 
     Attributes:
         ids: [B, row] int16 tokens.
@@ -133,7 +55,7 @@ class Batch:
         predict, target, weight: [N] flat positions whose next token is ``target``, and its weight.
         turn: [N] number of the answer that a target belongs to, counted over the batch.
         sprite, variant, label, fixed: [P, K].
-        geometry: [P, F, K, 5] centre x, y, size in pixels (-1: not there), angle, flip.
+        geometry: [F, K, 5] centre x, y, size in pixels (-1: not there), angle, flip.
         tint: [P, K, 3], -1 for none.
         ground: [P, 8] two colours, kind, angle.
         extent: [P, 2] height and width of the picture inside the grid.
@@ -223,7 +145,7 @@ class BatchMaker:
         extents: list[tuple[int, int]] = []
         rows: list[Row] = []
         while len(rows) < size:
-            areas = [self._extent(bucket) for _ in range(bucket.pictures)]
+            areas = [self._extent(bucket) for _ in bucket.media]
             made = self._sample(bucket, areas, task, options)
             if made is None:
                 continue
@@ -243,67 +165,104 @@ class BatchMaker:
         task: str | None,
         options: SceneOptions | None,
     ) -> tuple[list[Scene], Row] | None:
-        scenes, turns, tools = self._content(bucket, task, options)
-        if not turns:
+        talk = self._chat_talk(bucket) if bucket.chat else self._talk(bucket, task, options)
+        if not talk.turns:
             return None
-        media = self._media(bucket, areas, scenes)
-        style = self._style(bucket, tools, plain=task is not None)
-        row = self._chat.row(media, turns, style, bucket.row)
-        return (scenes, row) if row.turns else None
+        shown = iter(self._media(bucket, areas, talk.scenes))
+        brought = [[part for _ in range(n) for part in next(shown)] for n in talk.brings]
+        style = self._style(bucket, talk.tools, plain=task is not None)
+        row = self._chat.row(brought, talk.turns, style, bucket.row)
+        # A message that does not fit is left out, and what it brings with it.
+        return (talk.scenes, row) if len(row.media) == len(bucket.runs) else None
 
-    def _content(
-        self, bucket: Bucket, task: str | None, options: SceneOptions | None
-    ) -> tuple[list[Scene], list[Turn], str]:
-        """Scenes of a sample, what is said about them, declared tools."""
-        rng = self._rng
-        if bucket.charts:
-            scene = Scene(ground=_PAPER, items=[], chart=random_chart(rng))
-            return [scene], self._questions.turns(scene), ""
-        if bucket.pictures > 1:
-            return (*self._several(bucket, task, options), "")
-        scene = self._maker.scene(options or self._options(bucket))
-        if bucket.groups:
-            scene.times = group_times(rng.choice(_FILE_RATES), bucket.frames)
+    def _talk(self, bucket: Bucket, task: str | None, options: SceneOptions | None) -> Talk:
+        """All that is shown comes with the first question."""
+        if len(bucket.media) > 1:
+            scenes, turns = self._several(bucket, task, options)
+            return Talk(scenes=scenes, turns=turns, brings=(len(scenes),))
+        scene = self._scene(bucket, 0, options)
+        tools = ""
         if bucket.tools:
-            turns, tools = tool_rows(rng, scene, self._caption, self._questions.turns(scene, 2))
-            return [scene], turns, tools
-        if task is None:
-            return [scene], self._questions.turns(scene), ""
-        turn = self._questions.ask(task, scene)
-        return [scene], [turn] if turn else [], ""
+            plain = self._questions.turns(scene, 2)
+            turns, tools = tool_rows(self._rng, scene, self._caption, plain)
+        elif task is None:
+            turns = self._questions.turns(scene)
+        else:
+            turn = self._questions.ask(task, scene)
+            turns = [turn] if turn is not None else []
+        return Talk(scenes=[scene], turns=turns, brings=(1,), tools=tools)
+
+    def _chat_talk(self, bucket: Bucket) -> Talk:
+        """Every picture and clip comes with a question of its own."""
+        rng = self._rng
+        plain = bucket.media == (STILL, STILL) and not (bucket.charts or bucket.tools)
+        if plain and rng.random() < _CHANGES and (talk := self._changed()) is not None:
+            return talk
+        scenes = [self._scene(bucket, index, None) for index in range(len(bucket.media))]
+        declared = random_tools(rng) if bucket.tools else []
+
+        def ask(scene: Scene) -> Turn | None:
+            if declared and rng.random() < _CALLS:
+                turn = tool_turn(rng, scene, rng.choice(declared), self._caption)
+                if turn is not None and turn.results:
+                    return turn
+            return next(iter(self._questions.turns(scene, 1)), None)
+
+        talker = Talker(rng, ask, self._caption)
+        return talker.talk(scenes, declare(declared) if declared else "")
+
+    def _changed(self) -> Talk | None:
+        """A picture, then the same one after a change."""
+        scenes, turns = self._edited(None)
+        first = self._questions.turns(scenes[0], 1)
+        if not turns or not first or first[0].notice is not None:
+            return None
+        return Talk(scenes=scenes, turns=[*first, *turns], brings=(1, 1))
+
+    def _scene(self, bucket: Bucket, index: int, options: SceneOptions | None) -> Scene:
+        """What a picture or clip of a bucket shows."""
+        if bucket.charts:
+            return Scene(ground=_PAPER, items=[], chart=random_chart(self._rng))
+        frames = bucket.frames[index]
+        scene = self._maker.scene(options or self._options(bucket, frames))
+        if bucket.media[index] != STILL:
+            scene.times = group_times(self._rng.choice(_FILE_RATES), frames)
+        return scene
 
     def _several(
         self, bucket: Bucket, task: str | None, options: SceneOptions | None
     ) -> tuple[list[Scene], list[Turn]]:
         """Two pictures that differ in one thing, or unrelated ones."""
         rng = self._rng
-        differ = bucket.pictures == 2 and rng.random() < _DIFFERENCES
+        differ = len(bucket.media) == 2 and rng.random() < _DIFFERENCES
         if task is not None:
             differ = task == "difference"
         if not differ:
-            scenes = [
-                self._maker.scene(options or self._options(bucket)) for _ in range(bucket.pictures)
-            ]
+            scenes = [self._scene(bucket, i, options) for i in range(len(bucket.media))]
             return scenes, several_turns(rng, scenes, self._caption)
+        scenes, turns = self._edited(options)
+        if task is not None:
+            return scenes, [turn for turn in turns if turn.task == task]
+        return scenes, turns and [*turns, *several_turns(rng, scenes, self._caption)[:2]]
+
+    def _edited(self, options: SceneOptions | None) -> tuple[list[Scene], list[Turn]]:
+        """A scene before and after a change, and questions about it; none where none can be."""
+        rng = self._rng
         scene = self._maker.scene(
             options or SceneOptions(items=rng.randint(1, 4), shapes=rng.random() < 0.5)
         )
-        found = edited(self._maker, scene)
-        if found is None:
+        if (found := edited(self._maker, scene)) is None:
             return [scene], []
         scenes = [scene, found[0]]
-        turns = difference_turns(rng, scenes, found[1])
-        if task is not None:
-            return scenes, [turn for turn in turns if turn.task == task]
-        return scenes, [*turns, *several_turns(rng, scenes, self._caption)[:2]]
+        return scenes, difference_turns(rng, scenes, found[1])
 
-    def _options(self, bucket: Bucket) -> SceneOptions:
+    def _options(self, bucket: Bucket, frames: int) -> SceneOptions:
         """What kind of scene a bucket wants this time."""
         small = min(bucket.height, bucket.width) <= 140
-        frames = bucket.frames
         if max(bucket.height, bucket.width) <= 84:
             return SceneOptions(items=1, small=True)
-        if frames > 1 or bucket.pictures > 1 or small:
+        at_once = len(bucket.media) > 1 and not bucket.chat
+        if frames > 1 or at_once or small:
             return SceneOptions(frames=frames, small=small)
         chance = self._rng.random()
         if chance < _EMPTY:
@@ -353,17 +312,19 @@ class BatchMaker:
 
     def _media(
         self, bucket: Bucket, areas: list[tuple[int, int]], scenes: list[Scene]
-    ) -> list[Media]:
-        if bucket.groups:
-            return [Media("video", bucket.visual, time) for time in scenes[0].times]
+    ) -> list[list[Media]]:
+        """The parts of every picture and clip in the prompt."""
         out = []
-        for height, width in areas:
+        for (height, width), scene in zip(areas, scenes, strict=True):
+            if scene.frames > 1:
+                out.append([Media("video", bucket.visual, time) for time in scene.times])
+                continue
             # Beyond the patch limit a file is shrunk, and the header still says its own size.
             grown = 1.0
             if bucket.height * bucket.width >= 336 * 448 and self._rng.random() < 0.7:
                 grown = self._rng.uniform(1.0, 9.0)
             size = f"image {int(width * grown)}x{int(height * grown)}"
-            out.append(Media(size, bucket.visual))
+            out.append([Media(size, bucket.visual)])
         return out
 
 
@@ -401,20 +362,19 @@ def _assemble(
         turn=np.array(turn, np.int32),
         raster=raster,
         rows=rows,
-        **_picture_arrays(bucket, scenes, extents),
+        **_picture_arrays(scenes, extents),
     )
 
 
-def _picture_arrays(
-    bucket: Bucket, scenes: list[Scene], extents: list[tuple[int, int]]
-) -> dict[str, Any]:
-    n, k, frames = len(scenes), MAX_ITEMS, bucket.frames
+def _picture_arrays(scenes: list[Scene], extents: list[tuple[int, int]]) -> dict[str, Any]:
+    n, k = len(scenes), MAX_ITEMS
+    frames = sum(scene.frames for scene in scenes)
     out: dict[str, Any] = {
         "sprite": np.full((n, k), -1, np.int32),
         "variant": np.zeros((n, k), np.int8),
         "label": np.zeros((n, k), np.int16),
         "fixed": np.ones((n, k), np.int8),
-        "geometry": np.full((n, frames, k, 5), -1, np.float32),
+        "geometry": np.full((frames, k, 5), -1, np.float32),
         "tint": np.full((n, k, 3), -1, np.float32),
         "ground": np.zeros((n, 8), np.float32),
         "extent": np.array(extents, np.float32),
@@ -422,6 +382,7 @@ def _picture_arrays(
         "strip_colours": np.zeros((n, 2), np.int8),
         "texts": [None] * n,
     }
+    first = 0
     for p, (scene, (height, width)) in enumerate(zip(scenes, extents, strict=True)):
         side = min(height, width)
         g = scene.ground
@@ -433,10 +394,11 @@ def _picture_arrays(
             out["fixed"][p, slot] = item.fixed
             if item.tint is not None:
                 out["tint"][p, slot] = item.tint
-            for f in range(frames):
+            for f in range(scene.frames):
                 x, y, there = scene.at(slot, f)
                 size = item.size * side if there else -1.0
-                out["geometry"][p, f, slot] = (x * width, y * height, size, item.angle, item.flip)
+                place = (x * width, y * height, size, item.angle, item.flip)
+                out["geometry"][first + f, slot] = place
         if t := scene.strip:
             # The height is a share of the shorter side, the width one of the width.
             out["strip"][p] = (
@@ -449,4 +411,5 @@ def _picture_arrays(
             )
             out["strip_colours"][p] = (t.ink, t.card)
             out["texts"][p] = t.text
+        first += scene.frames
     return out

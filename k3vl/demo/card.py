@@ -60,7 +60,7 @@ _SURE = """
 Each answer has a confidence, the geometric mean of the probabilities of its tokens. Below
 **{threshold:.2f}** (`min_confidence` in `generation_config.json`) `k3vl caption` writes "I am not
 sure." and keeps the guess in its row, and the chat says so under the answer. It is the highest
-threshold that {chosen}, and was chosen on the questions above:
+threshold that {chosen}, and was chosen on {questions:,} of these questions:
 
 | questions | answered | right of those | right answers kept | wrong ones withheld | separation |
 |---|---|---|---|---|---|
@@ -111,7 +111,7 @@ def render(figures: Mapping[str, Any], quick: int) -> str:
         (
             _HEAD,
             *_accuracy(figures),
-            _SURE.format(threshold=sure["threshold"], chosen=sure["chosen"]),
+            _SURE.format(**{key: sure[key] for key in ("threshold", "chosen", "questions")}),
             *_sureness(sure),
             _SOURCES.format(rounding=rounding, quick=quick),
         )

@@ -59,7 +59,7 @@ class Style:
         effort: value of the effort preamble; None leaves it out. Only with ``thinking``.
         system: text of a system message; "" for none.
         tools: JSON of the declared tools; "" for none.
-        media_last: the media follow the first question.
+        media_last: the media follow the question that they come with.
     """
 
     thinking: bool = False
@@ -146,11 +146,20 @@ class Chat:
         """Ordinary tokens back to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def row(self, media: Sequence[Media], turns: Sequence[Turn], style: Style, limit: int) -> Row:
-        """Lay out a conversation; turns that exceed ``limit`` tokens are left out.
+    def row(
+        self, media: Sequence[Sequence[Media]], turns: Sequence[Turn], style: Style, limit: int
+    ) -> Row:
+        """Lay out a conversation.
 
         A turn with a notice or with unanswered tool calls is the last one, because the template
         writes notices behind the last message only.
+
+        Args:
+            media: what each turn's question brings; turns beyond its end bring nothing.
+            turns: questions and answers; those that exceed ``limit`` tokens are left out, with
+                what they bring.
+            style: layout.
+            limit: tokens.
         """
         row = Row()
         if style.tools:
@@ -159,8 +168,8 @@ class Chat:
             self._internal(row, "thinking-effort", f"{EFFORT_HEAD}{style.effort}{EFFORT_TAIL}")
         if style.system:
             row.ids += [*self._message("system"), *self.text(style.system), *self._end()]
-        for turn in turns:
-            self._turn(row, media if not row.turns else (), turn, style, limit)
+        for index, turn in enumerate(turns):
+            self._turn(row, media[index] if index < len(media) else (), turn, style, limit)
             if row.turns and _ends(row.turns[-1]):
                 break
         return row

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from k3vl.demo.atlas import CELL, COLOUR_RGB, Atlas
-from k3vl.demo.batches import CELL_PIXELS
+from k3vl.demo.buckets import CELL_PIXELS
 from k3vl.demo.scene import CHESSBOARD_SQUARE, MAX_ITEMS, VARIANTS
 from k3vl.demo.variants import SpriteBank
 from k3vl.demo.words import STRIP_HEIGHT, STRIP_WIDTH
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from k3vl.demo.batches import Bucket
+    from k3vl.demo.buckets import Bucket
 
 _BLOCK = 1024
 _TEXT_SLOT, _EMPTY_SLOT = MAX_ITEMS, MAX_ITEMS + 1
@@ -218,22 +218,22 @@ class Composer:
             noise: vary colour, add pixel noise and blur.
 
         Returns:
-            [P * frames, 3, H, W] float32 in 0..1 (black beyond the picture's own extent), and
-            labels [P * items, cells] per clip group or picture, ``IGNORED`` where undecided.
+            [frames, 3, H, W] float32 in 0..1 (black beyond the picture's own extent), and labels
+            [items, cells] of every picture and clip group, ``IGNORED`` where undecided; in the
+            order of the rows.
         """
         if "raster" in batch:
             return self._ready(batch, bucket, noise=noise)
         fine = 2 if max(bucket.height, bucket.width) <= _FINE_BELOW else 1
         height, width = bucket.height * fine, bucket.width * fine
-        frames = bucket.frames
         picture, slot = paint(
-            self._bank.packed, self._layers(batch, height, width, frames, fine, noise)
+            self._bank.packed, self._layers(batch, height, width, bucket.frames, fine, noise)
         )
         if fine > 1:
             picture = F.avg_pool2d(picture, fine)
         if noise:
             picture = self._worn(picture)
-        extent = batch["extent"].repeat_interleave(frames, 0)
+        extent = _each(batch["extent"], bucket.frames)
         picture = self._inside(picture, extent, bucket)
         return picture, self._labels(slot, batch["label"], bucket, fine)
 
@@ -262,28 +262,25 @@ class Composer:
         batch: Mapping[str, Tensor],
         height: int,
         width: int,
-        frames: int,
+        frames: tuple[int, ...],
         fine: int,
         noise: bool,
     ) -> Layers:
-        def each(value: Tensor) -> Tensor:
-            return value.repeat_interleave(frames, 0) if frames > 1 else value
-
         at = (batch["sprite"] * VARIANTS + batch["variant"].int()) * (CELL * CELL)
-        geometry = batch["geometry"].flatten(0, 1).clone()
+        geometry = batch["geometry"].clone()
         geometry[..., :3] *= fine
         strip = batch["strip"].clone()
         strip[:, :4] *= fine
         colours = batch["strip_colours"].long()
         card = torch.where(colours[:, 1:] >= 0, self._rgb[colours[:, 1].clamp(min=0)], -1.0)
         return Layers(
-            at=each(torch.where(batch["sprite"] >= 0, at, -1)),
+            at=_each(torch.where(batch["sprite"] >= 0, at, -1), frames),
             geometry=geometry,
-            colour=each(self._colours(batch, noise)),
-            strips=each(batch["strips"]),
-            strip_geometry=each(strip),
-            strip_colour=each(torch.stack([self._rgb[colours[:, 0]], card], 1)),
-            ground=each(self._grounds(batch["ground"], height, width, fine)),
+            colour=_each(self._colours(batch, noise), frames),
+            strips=_each(batch["strips"], frames),
+            strip_geometry=_each(strip, frames),
+            strip_colour=_each(torch.stack([self._rgb[colours[:, 0]], card], 1), frames),
+            ground=_each(self._grounds(batch["ground"], height, width, fine), frames),
         )
 
     def _rand(self, *shape: int) -> Tensor:
@@ -343,7 +340,6 @@ class Composer:
 
     def _labels(self, slot: Tensor, label: Tensor, bucket: Bucket, fine: int) -> Tensor:
         """What covers each 28-pixel cell; a group's frames are averaged as the tower does."""
-        p = len(label)
         shares = torch.stack(
             [
                 F.avg_pool2d((slot == k).to(torch.bfloat16)[:, None], CELL_PIXELS * fine)[:, 0]
@@ -351,16 +347,25 @@ class Composer:
             ],
             1,
         ).float()
-        shares = shares.view(p, bucket.frames, MAX_ITEMS + 1, -1)
-        groups = shares.split(list(bucket.groups) or [1], 1)
-        cells = torch.stack([group.mean(1) for group in groups], 1)
-        best, which = cells.max(2)
-        text = torch.full((p, 1), self._text, device=self._device)
-        classes = torch.cat([label.long(), text], 1)[:, None].expand(-1, len(groups), -1)
-        found = classes.gather(2, which)
-        empty = cells.sum(2) < _EMPTY
-        found = torch.where(best > _COVERED, found, torch.where(empty, self._ground, IGNORED))
-        return found.flatten(0, 1)
+        shares = shares.flatten(2).unflatten(0, (-1, sum(bucket.runs)))
+        groups = shares.split(list(bucket.runs), 1)
+        cells = torch.stack([group.mean(1) for group in groups], 1).flatten(0, 1)
+        best, which = cells.max(1)
+        text = torch.full((len(label), 1), self._text, device=self._device)
+        classes = torch.cat([label.long(), text], 1)
+        classes = _each(classes, tuple(len(groups) for groups in bucket.media))
+        found = classes.gather(1, which)
+        empty = cells.sum(1) < _EMPTY
+        return torch.where(best > _COVERED, found, torch.where(empty, self._ground, IGNORED))
+
+
+def _each(values: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Repeat every value along the first axis, ``counts`` times by turns."""
+    if set(counts) == {1}:
+        return values
+    rows = values.unflatten(0, (-1, len(counts)))
+    wide = [rows[:, i : i + 1].expand(-1, n, *rows.shape[2:]) for i, n in enumerate(counts)]
+    return torch.cat(wide, 1).flatten(0, 1)
 
 
 def _hue(angle: Tensor) -> Tensor:

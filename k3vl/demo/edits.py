@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EditKind: TypeAlias = Literal["added", "removed", "moved", "recoloured", "replaced", "same"]
 EDITS: tuple[EditKind, ...] = ("added", "removed", "moved", "recoloured", "replaced", "same")
 _SHARES = (22, 20, 24, 14, 12, 8)
-_ORDER = ("first", "second", "third", "fourth")
+ORDER = ("first", "second", "third", "fourth")
 _DIFFERENCE = (
     "What changed?",
     "What is different?",
@@ -128,7 +128,7 @@ def several_turns(
     """Questions about two or more unrelated pictures in one message."""
     told = [caption(scene.items) for scene in scenes]
     many = NUMBERS[len(scenes)]
-    all_of = " ".join(f"{_ORDER[i].capitalize()}: {text}" for i, text in enumerate(told))
+    all_of = " ".join(f"{ORDER[i].capitalize()}: {text}" for i, text in enumerate(told))
     question = rng.choice(
         (
             "Describe both pictures." if many == "two" else f"Describe all {many} pictures.",
@@ -137,7 +137,7 @@ def several_turns(
     )
     out = [Turn("pair", question, all_of)]
     which = rng.randrange(len(scenes))
-    order = _ORDER[which]
+    order = ORDER[which]
     question = rng.choice((f"What is in the {order} picture?", f"Describe the {order} picture."))
     out.append(Turn("pair", question, told[which]))
     others = {i.name for n, scene in enumerate(scenes) if n != which for i in scene.items}
@@ -146,7 +146,7 @@ def several_turns(
         out.append(Turn("which", f"Which picture shows {thing}?", f"The {order}."))
     counts = [len(scene.items) for scene in scenes]
     if counts.count(max(counts)) == 1:
-        most = _ORDER[counts.index(max(counts))]
+        most = ORDER[counts.index(max(counts))]
         noted = ", ".join(str(n) for n in counts) + "."
         out.append(Turn("which", "Which picture has the most objects?", f"The {most}.", noted))
     rng.shuffle(out)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from k3vl.demo.atlas import load_atlas
-from k3vl.demo.batches import BUCKETS, Batch, BatchMaker, Bucket
+from k3vl.demo.batches import Batch, BatchMaker
+from k3vl.demo.buckets import BUCKETS, Bucket
 from k3vl.demo.chat import Chat
 from k3vl.demo.words import Printer, find_fonts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from k3vl.demo.grammar import is_plural, listed, plural, with_article
 from k3vl.demo.turns import Turn
@@ -63,9 +63,14 @@ def json_turn(rng: random.Random, scene: Scene) -> Turn | None:
     names = [item.name for item in sorted(scene.items, key=lambda item: item.x)]
     thought = ", ".join(names) + "."
     if rng.random() < 0.5:
-        return Turn("json", rng.choice(_LIST), json.dumps(names), thought)
+        return Turn("json", rng.choice(_LIST), _json(names), thought)
     notice = JSON_OBJECT_NOTICE if rng.random() < 0.3 else None
-    return Turn("json", rng.choice(_COUNTS), json.dumps(Counter(names)), thought, notice=notice)
+    return Turn("json", rng.choice(_COUNTS), _json(Counter(names)), thought, notice=notice)
+
+
+def _json(value: Any) -> str:
+    """As K3's template writes JSON: letters beyond ASCII stay what they are."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def number_turn(rng: random.Random, items: Sequence[Item], asked: str) -> Turn:

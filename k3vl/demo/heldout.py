@@ -26,7 +26,9 @@ from k3vl.demo.grammar import sentence, with_article
 from k3vl.demo.heldout_scenes import FILE_RATE, HeldOut, Split
 from k3vl.demo.paint import Painter, save_clip
 from k3vl.demo.scene import SceneOptions
+from k3vl.demo.talks import about
 from k3vl.demo.tasks import caption
+from k3vl.demo.turns import Turn
 from k3vl.demo.words import Printer, find_fonts
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ _NUMBERS = tuple(
     SceneOptions(items=n, text=True, digits=True, repeat=False, shapes=False) for n in range(4)
 )
 _TWO_EVENTS = (SceneOptions(items=2, frames=8, events=2),)
+_MOST_EARLIER = 2  # messages before a new picture
 _THINKING = {"thinking": True}
 _EFFORT = {"thinking": True, "thinking_effort": "max"}
 _METRICS = {
@@ -98,6 +101,7 @@ def splits(atlas: Atlas) -> list[Split]:
         *_clips(unseen),
         *_forms(),
         *_thinking(),
+        *_chats(),
     ]
 
 
@@ -181,6 +185,28 @@ def _thinking() -> Iterator[Split]:
         yield Split(name=f"{_NAMES[task]}, thinking", task=task, options=_EFFORT)
     yield Split(name="bar charts, thinking", task="chart", size=(336, 224), options=_THINKING)
     yield Split(name="tool calls, thinking", task="tool", size=(168, 168), options=_THINKING)
+    name = "tool calls, three declared, effort preamble"
+    yield Split(name=name, task="tool", size=(168, 168), options=_EFFORT, tools=3)
+
+
+def _chats() -> Iterator[Split]:
+    """Each picture in a message of its own; what came before is answered right."""
+    few = (_several(1), _several(2), _several(3))
+    new = "new picture in a later turn"
+    yield Split(name=f"{new}, name", task="name", scenes=(_ONE,), earlier=_MOST_EARLIER)
+    yield Split(name=f"{new}, caption", task="caption", scenes=few, earlier=_MOST_EARLIER)
+    clip = (SceneOptions(frames=4, events=1),)
+    yield Split(
+        name="new clip in a later turn",
+        task="video",
+        size=(112, 112),
+        suffix=".mp4",
+        scenes=clip,
+        earlier=_MOST_EARLIER,
+    )
+    back = "earlier picture"
+    yield Split(name=f"{back}, caption", task="caption", scenes=few, earlier=3, back=True)
+    yield Split(name=f"{back}, what is at a place", task="at", earlier=3, back=True)
 
 
 # ---------------------------------------------------------------------- files
@@ -208,7 +234,7 @@ def write_split(
         files = []
         for part, scene in enumerate(asked.scenes):
             size = split.size or (rng.randint(112, 448), rng.randint(112, 448))
-            letter = "ab"[part] if len(asked.scenes) > 1 else ""
+            letter = "abcd"[part] if len(asked.scenes) > 1 else ""
             files.append(f"{stem}-{number:03d}{letter}{split.suffix}")
             _save(_drawn(scene, size, painter, fonts), folder / files[-1])
         lines.append(json.dumps(_record(split, asked, files, atlas, floor)) + "\n")
@@ -220,27 +246,34 @@ def _record(
     split: Split, asked: Asked, files: list[str], atlas: Atlas, floor: NameFloor | None
 ) -> dict[str, Any]:
     """A line of ``labels.jsonl``."""
-    turn = asked.turn
-    answer: Any = turn.answer
-    if turn.calls:
-        answer = [{"name": call.tool, "arguments": dict(call.arguments)} for call in turn.calls]
-    elif split.task == "json":
-        answer = json.loads(turn.answer)
+    answers = [_answer(split, turn) for turn in (asked.turn, *asked.also)]
+    told = len(asked.history)
     record: dict[str, Any] = {
-        "files": files,
-        "prompt": turn.question,
+        "files": files[told:],
+        "prompt": asked.turn.question,
         # A list under "answer" is one answer that is a list.
-        "answer": answer,
+        **({"answers": answers} if asked.also else {"answer": answers[0]}),
         "metric": list(_METRICS.get(split.task, ("exact",))),
         "split": split.name,
     }
+    if told:
+        record["history"] = [
+            {"file": file, "prompt": turn.question, "answer": turn.answer}
+            for file, turn in zip(files[:told], asked.history, strict=True)
+        ]
     if options := split.options | asked.options:
         record["options"] = options
     if asked.tools:
         record["tools"] = [tool.declaration() for tool in asked.tools]
-    if floor is not None and split.task in ("name", "caption"):
-        record["baselines"] = {FLOOR: _guess(split.task, asked.scenes[0], atlas, floor)}
+    if floor is not None and split.task in ("name", "caption") and not split.back:
+        record["baselines"] = {FLOOR: _guess(split.task, asked.scenes[-1], atlas, floor)}
     return record
+
+
+def _answer(split: Split, turn: Turn) -> Any:
+    if turn.calls:
+        return [{"name": call.tool, "arguments": dict(call.arguments)} for call in turn.calls]
+    return json.loads(turn.answer) if split.task == "json" else turn.answer
 
 
 def _guess(task: str, scene: Scene, atlas: Atlas, floor: NameFloor) -> str:
@@ -273,13 +306,51 @@ def _save(frames: Sequence[Image.Image], path: Path) -> None:
 
 
 def quick_splits(atlas: Atlas) -> list[Split]:
-    """Those of :func:`splits` that drawings of an open licence can show, as small files."""
+    """Those of :func:`splits` that drawings of an open licence can show, as small files.
+
+    Conversations are missing: :func:`quick_chats` makes them of what is there.
+    """
     chosen = [
         split
         for split in splits(atlas)
-        if split.style in (TRAIN, HELD) and "at 112 px" not in split.name
+        if split.style in (TRAIN, HELD)
+        and "at 112 px" not in split.name
+        and not split.earlier
+        and split.tools == 1
     ]
     return [replace(split, suffix=".webp") if split.suffix == ".png" else split for split in chosen]
+
+
+def quick_chats(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversations of :func:`splits` about pictures that other questions brought already.
+
+    Args:
+        records: lines of a ``labels.jsonl`` with names and captions of known drawings.
+    """
+    one, several = (
+        [r for r in records if r["split"] == name]
+        for name in ("name, known drawings", "caption of 3-4, known drawings")
+    )
+    out = []
+    for alone, told in zip(one, several, strict=True):
+        out.append(_after([told], alone, "new picture in a later turn, name"))
+        out.append(_after([alone], told, "new picture in a later turn, caption"))
+        back = about(Turn("caption", told["prompt"], ""), "first picture")
+        if back is not None:
+            question = told | {"prompt": back.question, "files": []}
+            out.append(_after([told, alone], question, "earlier picture, caption"))
+    return sorted(out, key=lambda record: str(record["split"]))
+
+
+def _after(
+    before: Sequence[dict[str, Any]], question: dict[str, Any], split: str
+) -> dict[str, Any]:
+    history = [
+        {"files": r["files"], "prompt": r["prompt"], "answer": r.get("answer") or r["answers"][0]}
+        for r in before
+    ]
+    record = {key: value for key, value in question.items() if key != "baselines"}
+    return record | {"split": split, "history": history}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -302,6 +373,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = atlas.only(OPEN_SETS) if args.redistributable else atlas
     for split in chosen:
         write_split(split, shown, floor, args.out, args.items)
+    if args.redistributable:
+        labels = args.out / "labels.jsonl"
+        records = [json.loads(line) for line in labels.read_text("utf-8").splitlines()]
+        lines = [json.dumps(record) + "\n" for record in quick_chats(records)]
+        with labels.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
 
 
 if __name__ == "__main__":

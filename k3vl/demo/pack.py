@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.checkpoint import CheckpointReader, Placement, save_checkpoint
+from k3vl.checkpoint import CheckpointReader, Placement
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.demo.convert import entries
 from k3vl.demo.geometry import DEMO, SPECIAL_ID, Geometry, hf_config
 from k3vl.kernels.int8 import quantize_int8

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from k3vl.demo.atlas import HELD, TRAIN, load_atlas
-from k3vl.demo.batches import BUCKETS, BatchMaker
+from k3vl.demo.batches import BatchMaker
+from k3vl.demo.buckets import BUCKETS
 from k3vl.demo.chat import Chat
 from k3vl.demo.feed import DeviceBatch, Sources, to_device
 from k3vl.demo.scene import SceneOptions

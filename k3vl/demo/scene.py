@@ -25,6 +25,7 @@ from k3vl.demo.atlas import (
     is_one_colour,
 )
 from k3vl.demo.grammar import countable
+from k3vl.demo.places import is_apart
 
 if TYPE_CHECKING:
     from k3vl.demo.charts import Chart
@@ -191,7 +192,8 @@ class SceneMaker:
         seed: makes the sequence repeatable.
         style: one of ``atlas.styles``.
         printed: words for text strips; by default those that training may print.
-        noise: vary how sprites are drawn (training); plain drawings otherwise.
+        noise: for training: vary how drawings look, and leave no doubt which of two things lies
+            further left, because what is told from left to right has one right order.
         transparent: share of scenes without a ground.
     """
 
@@ -284,7 +286,8 @@ class SceneMaker:
             for _ in range(200):
                 z = rng.uniform(low, high)
                 x, y = rng.uniform(z / 2, 1 - z / 2), rng.uniform(z / 2, 1 - z / 2)
-                if all(max(abs(x - a), abs(y - b)) > (z + c) * 0.46 for a, b, c in out):
+                clear = not self.noise or all(is_apart(x, a) for a, _, _ in out)
+                if clear and all(max(abs(x - a), abs(y - b)) > (z + c) * 0.46 for a, b, c in out):
                     out.append((x, y, z))
                 if len(out) == count:
                     return out

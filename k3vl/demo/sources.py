@@ -61,11 +61,12 @@ class Drawing:
     data: str | bytes
 
 
-def read_concepts(emojibase: Path) -> list[dict[str, Any]]:
+def read_concepts(emojibase: Path, chosen: Sequence[str] = GROUPS) -> list[dict[str, Any]]:
     """Names, slugs and groups of what is drawn, in CLDR's order.
 
     Args:
         emojibase: the package emojibase-data.
+        chosen: CLDR groups.
     """
     entries = _json(emojibase / "en" / "data.json")
     messages = _json(emojibase / "en" / "messages.json")
@@ -82,7 +83,7 @@ def read_concepts(emojibase: Path) -> list[dict[str, Any]]:
             "emoji": entry["emoji"],
         }
         for entry in entries
-        if groups.get(entry.get("group", -1)) in GROUPS and not _CLOCK.search(entry["label"])
+        if groups.get(entry.get("group", -1)) in chosen and not _CLOCK.search(entry["label"])
     ]
 
 

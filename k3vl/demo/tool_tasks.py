@@ -105,6 +105,12 @@ def random_tool(rng: random.Random, kind: ToolKind) -> Tool:
     )
 
 
+def random_tools(rng: random.Random) -> list[Tool]:
+    """One to three tools of different kinds."""
+    kinds: list[ToolKind] = list(_NAMES)
+    return [random_tool(rng, kind) for kind in rng.sample(kinds, rng.choice((1, 2, 2, 3)))]
+
+
 def declare(tools: Sequence[Tool]) -> str:
     """The list of declarations as the template writes it: compact, keys sorted."""
     return sorted_json([tool.declaration() for tool in tools])
@@ -167,8 +173,7 @@ def tool_rows(
         caption: writes captions.
         plain: ordinary questions about the scene.
     """
-    kinds: list[ToolKind] = list(_NAMES)
-    declared = [random_tool(rng, kind) for kind in rng.sample(kinds, rng.choice((1, 2, 2, 3)))]
+    declared = random_tools(rng)
     turns: list[Turn] = []
     if rng.random() < 0.75 and (turn := tool_turn(rng, scene, rng.choice(declared), caption)):
         turns.append(turn)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import start_processes
 
-from k3vl.checkpoint import save_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.demo.atlas import load_atlas
 from k3vl.demo.compose import IGNORED, Composer
 from k3vl.demo.convert import from_k3, to_k3
@@ -332,8 +332,8 @@ def _loop(options: Options, trainer: Trainer, feed: Feed, journal: Journal, rank
     journal.write(steps=step, samples=journal.samples, waited=round(waited, 1))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(prog="python -m k3vl.demo.train", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--atlas", type=Path, required=True, help="folder with sheets and fonts")
@@ -349,11 +349,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-every", type=float, default=600, help="seconds")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one on each device")
     parser.add_argument("--steps", type=int, help="end after so many steps")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """The settings that flags stand for."""
     fresh = args.init is None
     args.muon = args.muon or (4e-3 if fresh else 3e-3)
     args.adam = args.adam or (2e-3 if fresh else 1.5e-3)
-    train(Options(**vars(args)))
+    return Options(**vars(args))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    train(options_of(parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

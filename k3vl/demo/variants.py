@@ -2,8 +2,8 @@
 
 The first drawing is plain. The others are drawn anew by chance, with another pen each time: warped,
 outlined, inked along inner edges, in flat or other colours, on white paper, thinner or thicker,
-softer. They stand for drawing styles that the atlas does not hold, and ``renew`` draws them again
-while training goes on, so that none of them can be learned by heart.
+softer, with a part cut out. They stand for drawing styles that the atlas does not hold, and
+``renew`` draws them again while training goes on, so that none of them can be learned by heart.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from k3vl.demo.atlas import Atlas
 
 _CHUNK = 512
+# Redrawings keep where everything lies in a drawing, so it can still be learned by heart. A third
+# of them lose a rectangle with sides of these shares of the cell: no name hangs on a single part.
+HIDDEN_SHARE = 0.33
+_HIDDEN_SIDES = (0.2, 0.45)
 _INNER = 86  # an outlined sprite is drawn smaller, so that the outline has room
 
 
@@ -108,7 +112,7 @@ def redraw(
     """
     chance = _Chance(len(plain), source)
     small = F.interpolate(plain, (_INNER, _INNER), mode="bilinear", antialias=True)
-    sprite = _warped(F.pad(small, ((CELL - _INNER) // 2,) * 4), chance)
+    sprite = _in_parts(_warped(F.pad(small, ((CELL - _INNER) // 2,) * 4), chance), chance)
     if shape_only:
         return _soft(_thicker(sprite, chance), chance)
     alpha = sprite[:, 3:]
@@ -142,6 +146,16 @@ def _warped(sprite: torch.Tensor, chance: _Chance) -> torch.Tensor:
     moved = grid @ turn[:, None] + bend
     moved = torch.where(chance.happens(0.6), moved, grid)
     return F.grid_sample(sprite, moved, mode="bilinear", align_corners=False)
+
+
+def _in_parts(sprite: torch.Tensor, chance: _Chance) -> torch.Tensor:
+    """A rectangle of some of the sprites is cut out, of each another one."""
+    line = (torch.arange(CELL, device=sprite.device) + 0.5) / CELL
+    hidden = chance.happens(HIDDEN_SHARE)
+    for along in (line[:, None], line[None]):
+        half = chance.uniform(*_HIDDEN_SIDES) / 2
+        hidden = hidden & ((along - chance.uniform(0, 1)).abs() < half)
+    return sprite * ~hidden
 
 
 def _thicker(sprite: torch.Tensor, chance: _Chance) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from k3vl.checkpoint import save_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import load_media_config
 from k3vl.errors import ConfigError, ShapeError
 from k3vl.hf.cache import KimiK3Cache

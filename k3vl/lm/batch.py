@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
 
     from k3vl.lm.cache import HybridCache
 
@@ -64,9 +67,11 @@ class Batch:
             from the first of them.
         ends: [P] int64, the row behind the last token of each; padding follows.
         cache_rows: [N] int64, where each token's latent is written.
-        decode_rows: [num_decodes, L] int64 and decode_lens: [num_decodes] int64, latents seen.
+        decode_rows: [num_decodes, L] int64, where the pages of ``page`` latents begin that each of
+            these sequences sees, and decode_lens: [num_decodes] int64, how many latents that are.
         prefill_rows: per prefill sequence [L_i] int64, all latents it sees.
         logit_rows: [R] int64, rows whose logits are wanted, in sequence order.
+        page: see ``decode_rows``; with 1 they are the latents' own rows.
     """
 
     token_ids: torch.Tensor
@@ -82,6 +87,7 @@ class Batch:
     decode_lens: torch.Tensor
     prefill_rows: tuple[torch.Tensor, ...]
     logit_rows: torch.Tensor
+    page: int = 1
 
 
 def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
@@ -96,48 +102,69 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
 
     latents = [_latent_rows(row, cache) for row in rows]
     new = [all_rows[row.context_len :] for row, all_rows in zip(rows, latents, strict=True)]
-    longest = max((len(r) for r in latents[:num_decodes]), default=0)
-    decode_rows = [r + [r[0]] * (longest - len(r)) for r in latents[:num_decodes]]
+    decode_lens = [len(own) for own in latents[:num_decodes]]
+    decode_rows = np.empty((num_decodes, max(decode_lens, default=0)), np.int64)
+    for to, own in zip(decode_rows, latents[:num_decodes], strict=True):
+        to[: len(own)], to[len(own) :] = own, own[0]
     begins = [start - starts[num_decodes] for start in starts[num_decodes:]]
     ends = [begin + n for begin, n in zip(begins, counts[num_decodes:], strict=False)]
+    wanted = [
+        start + count - 1
+        for row, start, count in zip(rows, starts, counts, strict=False)
+        if row.wants_logits
+    ]
     feature_rows, features = _features(rows, starts)
-    device = cache.buffer.device
-
-    def ints(values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    on_device = _ship(
+        [t for row in rows for t in _padded_ids(row)],
+        feature_rows,
+        [row.slot for row in rows],
+        begins,
+        ends,
+        np.concatenate(new),
+        decode_rows,
+        decode_lens,
+        wanted,
+        *latents[num_decodes:],
+        device=cache.buffer.device,
+    )
     return Batch(
-        token_ids=ints([t for row in rows for t in _padded_ids(row)]),
-        feature_rows=ints(feature_rows) if features else None,
+        token_ids=on_device[0],
+        feature_rows=on_device[1] if features else None,
         features=torch.cat(features) if features else None,
         num_decodes=num_decodes,
         prefill_lens=tuple(lens[num_decodes:]),
-        cells=cache.cells([row.slot for row in rows]),
-        cu_seqlens=ints(begins),
-        ends=ints(ends),
-        cache_rows=ints([r for group in new for r in group]),
-        decode_rows=ints(decode_rows).view(num_decodes, longest),
-        decode_lens=ints([len(r) for r in latents[:num_decodes]]),
-        prefill_rows=tuple(ints(r) for r in latents[num_decodes:]),
-        logit_rows=ints(
-            [
-                start + count - 1
-                for row, start, count in zip(rows, starts, counts, strict=False)
-                if row.wants_logits
-            ]
-        ),
+        cells=cache.cells_of(on_device[2]),
+        cu_seqlens=on_device[3],
+        ends=on_device[4],
+        cache_rows=on_device[5],
+        decode_rows=on_device[6],
+        decode_lens=on_device[7],
+        prefill_rows=tuple(on_device[9:]),
+        logit_rows=on_device[8],
     )
+
+
+def _ship(*values: ArrayLike, device: torch.device) -> list[torch.Tensor]:
+    """Arrays as int64 tensors on the device: one copy, which the host does not wait for."""
+    arrays = [np.asarray(value, np.int64) for value in values]
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _padded_ids(row: Row) -> list[int]:
     return [*row.token_ids, *[0] * (row.num_rows - len(row.token_ids))]
 
 
-def _latent_rows(row: Row, cache: HybridCache) -> list[int]:
+def _latent_rows(row: Row, cache: HybridCache) -> np.ndarray:
     """Cache rows of all the tokens of a sequence after this step, in order."""
     total, size = row.context_len + row.num_rows, cache.sizes.page_size
     assert len(row.pages) * size >= total, "pages are allocated before a step"
-    return [row.pages[i // size] * cache.rows_per_unit + i % size for i in range(total)]
+    begins = np.array(row.pages[: cache.sizes.pages(total)], np.int64) * cache.rows_per_unit
+    rows: np.ndarray = (begins[:, None] + np.arange(size)).ravel()[:total]
+    return rows
 
 
 def _features(rows: Sequence[Row], starts: Sequence[int]) -> tuple[list[int], list[torch.Tensor]]:

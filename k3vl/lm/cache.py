@@ -176,9 +176,12 @@ class HybridCache:
 
     def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
         """Cells of every slot (its units), as [KDA layers, B, H] int64."""
+        return self.cells_of(torch.tensor(slots, dtype=torch.int64, device=self.buffer.device))
+
+    def cells_of(self, units: torch.Tensor) -> torch.Tensor:
+        """As :meth:`cells`, of units [B, U] int64 on the device; those below 0 have none, < 0."""
         layers, heads = self._kda_shape
         per_unit = self.sizes.cells_per_unit
-        units = torch.tensor(slots, dtype=torch.int64, device=self.buffer.device)
         inside = torch.arange(per_unit, device=self.buffer.device)
         cells = (units.unsqueeze(-1) * per_unit + inside).flatten(1)[:, : layers * heads]
         return cells.view(-1, layers, heads).transpose(0, 1).contiguous()

@@ -26,6 +26,7 @@ from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
 from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
+from k3vl.lm.decode import decoder
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets, row_of
 from k3vl.lm.packing import checkpoints_of, states_as
@@ -122,6 +123,7 @@ class Engine:
         self.checkpoints = checkpoints_of(self.cache, states, head_dim)
         host_bytes = config.host_cache_bytes if config.reuse else 0
         self.tier = HostTier(self.cache, host_bytes) if host_bytes else None
+        self.decoder = decoder(model, self.cache)
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -283,6 +285,7 @@ class Engine:
         assert model.embedding.device == self.model.embedding.device
         self.scheduler.forget()
         self.model, self.encoder = model, encoder
+        self.decoder.renew(model)
 
     def cancel(self, request_id: int) -> None:
         """Free a request; unknown or ended ones are ignored."""
@@ -370,13 +373,14 @@ class Engine:
 
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""
-        logits = iter(self._forward([row_of(job, self.cache, 1) for job in jobs]))
+        last = [job for job in jobs if job.sequence.num_pending == 1]
+        rows = [row_of(job, self.cache, 1) for job in jobs]
+        chosen = self.decoder.run(rows, [job.sampler for job in last])
         for job in jobs:
-            last = job.sequence.num_pending == 1
             self._name_page(job)
             self._advance(job.sequence, 1)
-            if last:
-                self._emit(job, job.sampler.choose(next(logits)))
+        for job, token_id in zip(last, chosen, strict=True):
+            self._emit(job, token_id)
 
     def _name_page(self, job: Job) -> None:
         """Give the page that the coming token completes a key, if it is to be kept."""

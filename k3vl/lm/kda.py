@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from k3vl.kernels.kda import KDAWeights
+from k3vl.kernels.kda.layer import KDALayerWeights
+from k3vl.kernels.weight import AsAllocated
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
+    import torch
+
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
+    from k3vl.kernels.weight import Storage
     from k3vl.lm.batch import Batch
     from k3vl.lm.cache import KDAState
 
@@ -47,37 +51,28 @@ class KimiDeltaAttention(nn.Module):
         self.a_log = parameter(self.heads, device=device)
         self.dt_bias = parameter(width, device=device)
         self.o_norm = parameter(self.head, device=device)
-        self.weights = KDAWeights(
-            conv=self.conv,
-            a_log=self.a_log,
-            dt_bias=self.dt_bias,
-            o_norm=self.o_norm,
-            eps=config.rms_norm_eps,
-            lower_bound=cfg.gate_lower_bound,
+        self.eps, self.lower_bound = config.rms_norm_eps, cfg.gate_lower_bound
+        self.bind(AsAllocated())
+
+    def bind(self, storage: Storage) -> None:
+        """Gather what the op reads; ``storage`` tells how matrices lie in memory."""
+        self.weights = KDALayerWeights(
+            splits=self.splits,
+            in_proj=storage.matrix(self.in_proj.weight),
+            gate_b=None if self.gate_b is None else storage.matrix(self.gate_b.weight),
+            decay_b=storage.matrix(self.decay_b.weight),
+            o_proj=storage.matrix(self.o_proj.weight),
+            core=KDAWeights(
+                conv=self.conv,
+                a_log=self.a_log,
+                dt_bias=self.dt_bias,
+                o_norm=self.o_norm,
+                eps=self.eps,
+                lower_bound=self.lower_bound,
+            ),
         )
 
     def forward(self, x: torch.Tensor, batch: Batch, state: KDAState) -> torch.Tensor:
         """[N, D] -> [N, D]; advances ``state`` in place."""
-        qkv, gate, decay, write = self.kernels.linear(x, self.in_proj.weight).split(
-            self.splits, dim=-1
-        )
-        if self.gate_b is not None:
-            gate = self.kernels.linear(gate, self.gate_b.weight)
-        decay = self.kernels.linear(decay, self.decay_b.weight)
-        inputs = (qkv, gate, decay, write)
-        pool = (self.weights, state.windows, state.states)
         cells = batch.cells[state.index]  # [B, H]
-        n = batch.num_decodes
-        outputs = []
-        if n:
-            qkv, gate, decay, write = (x[:n] for x in inputs)
-            outputs.append(self.kernels.kda_decode(qkv, gate, decay, write, *pool, cells[:n]))
-        if batch.prefill_lens:
-            qkv, gate, decay, write = (x[n:] for x in inputs)
-            outputs.append(
-                self.kernels.kda_prefill(
-                    qkv, gate, decay, write, *pool, cells[n:], batch.cu_seqlens, batch.ends
-                )
-            )
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.kernels.linear(out, self.o_proj.weight)
+        return self.kernels.kda(x, self.weights, state.windows, state.states, cells, batch)

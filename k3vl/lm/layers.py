@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
+from k3vl.kernels.gated_mlp import GatedMLPWeights
+from k3vl.kernels.weight import AsAllocated
 from k3vl.parameters import linear, parameter
 
 if TYPE_CHECKING:
+    import torch
+
     from k3vl.kernels.choice import Kernels
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Storage
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a plain weight (no ``1 + w``)."""
+    """RMSNorm with a plain weight (no ``1 + w``); the op of its layer applies it."""
 
-    def __init__(
-        self,
-        width: int,
-        eps: float,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate an uninitialised weight."""
         super().__init__()
         self.eps = eps
-        self.kernels = kernels
         self.weight = parameter(width, dtype=dtype, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]."""
-        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
@@ -56,7 +47,16 @@ class GatedMLP(nn.Module):
         self.down = linear(inner, width, dtype, device)
         self.activation = activation
         self.kernels = kernels
+        self.bind(AsAllocated())
+
+    def bind(self, storage: Storage) -> None:
+        """Gather what the op reads; ``storage`` tells how matrices lie in memory."""
+        self.weights = GatedMLPWeights(
+            gate_up=storage.matrix(self.gate_up.weight),
+            down=storage.matrix(self.down.weight),
+            activation=self.activation,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        return self.kernels.gated_mlp(x, self.gate_up.weight, self.down.weight, self.activation)
+        return self.kernels.gated_mlp(x, self.weights)

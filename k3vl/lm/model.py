@@ -7,6 +7,7 @@ Source: Kimi K3 ``modeling_kimi_linear.py``; Kimi K3 report, sections 2.1 to 2.4
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,17 @@ from k3vl.parameters import linear, parameter
 if TYPE_CHECKING:
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
+    from k3vl.kernels.moe.experts import ExpertForm
+    from k3vl.kernels.weight import Storage, Weight
     from k3vl.lm.batch import Batch
     from k3vl.lm.cache import HybridCache, KDAState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """``matrix`` [vocab, D], from hidden states to logits."""
+
+    matrix: Weight
 
 
 class Layer(nn.Module):
@@ -37,6 +47,7 @@ class Layer(nn.Module):
         index: int,
         kernels: Kernels,
         *,
+        experts: ExpertForm,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -58,7 +69,7 @@ class Layer(nn.Module):
         )
         self.mlp_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.mlp: LatentMoE | GatedMLP = (
-            LatentMoE(config, activation, kernels, dtype=dtype, device=device)
+            LatentMoE(config, activation, kernels, form=experts, dtype=dtype, device=device)
             if config.is_moe(index)
             else GatedMLP(
                 config.hidden_size,
@@ -82,23 +93,48 @@ class K3Model(nn.Module):
     """The whole language model; parameters are filled by ``k3vl.lm.weights``."""
 
     def __init__(
-        self, config: TextConfig, kernels: Kernels, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: TextConfig,
+        kernels: Kernels,
+        *,
+        experts: ExpertForm = "float",
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Allocate uninitialised weights."""
+        """Allocate uninitialised weights.
+
+        Args:
+            config: geometry.
+            kernels: what runs it.
+            experts: form of the routed experts' weights; one that ``kernels`` can run.
+            dtype, device: of all other weights.
+        """
         super().__init__()
-        self.config, self.kernels = config, kernels
+        self.config, self.kernels, self.experts = config, kernels, experts
         self.embedding = parameter(
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            Layer(config, i, kernels, dtype=dtype, device=device)
+            Layer(config, i, kernels, experts=experts, dtype=dtype, device=device)
             for i in range(config.num_hidden_layers)
         )
         self.final_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.head = linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.weights = HeadWeights(self.head.weight)
         self.stream: type[AttentionResidualStream | PlainStream] = (
             AttentionResidualStream if config.attn_res_block_size else PlainStream
         )
+
+    def bind(self, storage: Storage) -> None:
+        """Let every layer gather its weights anew; ``storage`` tells how matrices lie in memory.
+
+        Filling a parameter in place needs nothing of the kind.
+        """
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.attn.bind(storage)
+            layer.mlp.bind(storage)
+        self.weights = HeadWeights(storage.matrix(self.head.weight))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: HybridCache) -> torch.Tensor:
@@ -114,4 +150,4 @@ class K3Model(nn.Module):
         for layer, state in zip(self.layers, cache.layers, strict=True):
             layer(stream, batch, state)
         hidden = stream.read(self.final_read)[batch.logit_rows]
-        return self.kernels.linear(hidden, self.head.weight).float()
+        return self.kernels.linear(hidden, self.weights.matrix).float()

@@ -1,4 +1,9 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, one seed per request.
+"""From logits to the next tokens: greedy, temperature, top-k, top-p, one seed per request.
+
+One implementation for every device: :func:`sample` works on the rows of a step where the logits
+are, and asks the host for nothing, so that a CUDA graph can hold it. What it needs to know of every
+request is a row of numbers, the uniform draw among them: that comes from the request's own
+generator on the host, and is the same whatever else is in the batch.
 
 A mask takes tokens out before anything else. Log-probabilities are the model's own: before mask and
 temperature.
@@ -6,8 +11,10 @@ temperature.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from k3vl.errors import RequestError
@@ -15,8 +22,6 @@ from k3vl.types import TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from k3vl.types import SamplingParams
 
@@ -41,6 +46,52 @@ def check_sampling(params: SamplingParams) -> None:
             raise RequestError(f"{name} is {value}, must be {wanted}", param=name)
 
 
+# ------------------------------------------------------------------ what a request wants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What one request wants of its next token.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k, top_p: as of :class:`~k3vl.types.SamplingParams`.
+        uniform: where in the cumulated probabilities the draw falls, from 0 to below 1.
+        forced: the token to take whatever the logits say, or -1.
+        bits: [W] int32, the tokens that may come; None allows all.
+        num_top: log-probabilities to report beside the token's own; None reports nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    uniform: float = 0.0
+    forced: int = -1
+    bits: np.ndarray | None = None
+    num_top: int | None = None
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The row of ``params`` in :func:`sample`; float64 holds all of them exactly."""
+        return self.temperature, self.top_k, self.top_p, self.uniform, self.forced
+
+
+GREEDY = Ask()
+NUM_PARAMS = len(GREEDY.numbers)
+
+
+class Chooser(Protocol):
+    """Who decides on one request's tokens: first :meth:`ask`, then :meth:`take`, every token."""
+
+    logprobs: TokenLogprob | None
+
+    def ask(self) -> Ask:
+        """What it wants of the next token."""
+
+    def take(self, token_id: int, logprobs: TokenLogprob | None) -> None:
+        """The token was chosen; ``logprobs`` as asked for."""
+
+
 class Sampler:
     """The choices of one request; repeatable for a seed, whatever else is in the batch."""
 
@@ -48,41 +99,37 @@ class Sampler:
         """Seed the request's own generator."""
         self.params = params
         self.logprobs: TokenLogprob | None = None
+        self._ask = Ask(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            num_top=params.logprobs,
+        )
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
 
+    def ask(self) -> Ask:
+        """See :class:`Chooser`; draws, and computes the mask."""
+        ask = self._ask
+        if self.params.temperature > 0:
+            drawn = torch.rand((), generator=self._generator, dtype=torch.float64)
+            ask = replace(ask, uniform=drawn.item())
+        if self.params.logit_mask is not None:
+            ask = replace(ask, bits=self.params.logit_mask.allowed())
+        return ask
+
+    def take(self, token_id: int, logprobs: TokenLogprob | None) -> None:
+        """See :class:`Chooser`."""
+        if self.params.logit_mask is not None:
+            self.params.logit_mask.accept(token_id)
+        self.logprobs = logprobs
+
     def choose(self, logits: torch.Tensor) -> int:
-        """Choose from [vocab] float32 logits; ties of the greedy choice go to the lowest id.
-
-        ``logprobs`` then holds what the request wants to know of the choice.
-        """
-        mask = self.params.logit_mask
-        bits = None if mask is None else mask.allowed()
-        token_id = self._draw(logits if bits is None else _masked(logits, bits))
-        if mask is not None:
-            mask.accept(token_id)
-        if self.params.logprobs is not None:
-            self.logprobs = token_logprob(logits, token_id, self.params.logprobs)
-        return token_id
-
-    def _draw(self, logits: torch.Tensor) -> int:
-        params = self.params
-        if params.temperature == 0:
-            return int(logits.argmax())
-        probabilities, ids = torch.softmax(logits / params.temperature, -1).sort(
-            descending=True, stable=True
-        )
-        keep = torch.ones_like(probabilities, dtype=torch.bool)
-        if params.top_k:
-            keep[params.top_k :] = False
-        # A token stays while the mass before it is below top_p; the likeliest always stays.
-        keep &= probabilities.cumsum(-1) - probabilities < params.top_p
-        mass = torch.where(keep, probabilities, 0.0).cpu().double().cumsum(-1)
-        draw = torch.rand((), generator=self._generator, dtype=torch.float64) * mass[-1]
-        return int(ids[int(torch.searchsorted(mass, draw, right=True))])
+        """Choose from [vocab] float32 logits; ties of the greedy choice go to the lowest id."""
+        return choose(logits.unsqueeze(0), [self])[0]
 
 
 class Forced:
@@ -94,21 +141,172 @@ class Forced:
         self._left = iter(token_ids)
         self._num_top = num_top
 
+    def ask(self) -> Ask:
+        """See :class:`Chooser`."""
+        return Ask(forced=next(self._left), num_top=self._num_top)
+
+    def take(self, token_id: int, logprobs: TokenLogprob | None) -> None:
+        """See :class:`Chooser`."""
+        self.logprobs = logprobs
+
     def choose(self, logits: torch.Tensor) -> int:
         """The next choice; ``logprobs`` then says what [vocab] float32 logits make of it."""
-        token_id = next(self._left)
-        self.logprobs = token_logprob(logits, token_id, self._num_top)
-        return token_id
+        return choose(logits.unsqueeze(0), [self])[0]
 
 
-def _masked(logits: torch.Tensor, bits: np.ndarray) -> torch.Tensor:
-    """Logits [vocab] with minus infinity where the bit is 0, or where there is no bit."""
-    words = torch.from_numpy(bits).to(logits.device)
-    flags = (words[:, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
-    allowed = flags.flatten()[: logits.shape[-1]].bool()
-    if len(allowed) < logits.shape[-1]:
-        allowed = torch.nn.functional.pad(allowed, (0, logits.shape[-1] - len(allowed)))
-    return logits.masked_fill(~allowed, float("-inf"))
+# ------------------------------------------------------------------ on the logits' device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """Which parts of :func:`sample` a step needs; one plan is one sequence of operators.
+
+    Attributes:
+        drawn: some row is not greedy.
+        forced: some row's token is known.
+        masked: some row has a mask.
+        num_top: the most log-probabilities that a row reports beside its own; None is no report.
+    """
+
+    drawn: bool
+    forced: bool
+    masked: bool
+    num_top: int | None
+
+    @classmethod
+    def of(cls, asks: Sequence[Ask]) -> SamplingPlan:
+        """The least that serves all rows."""
+        return cls(
+            drawn=any(ask.temperature > 0 for ask in asks),
+            forced=any(ask.forced >= 0 for ask in asks),
+            masked=any(ask.bits is not None for ask in asks),
+            num_top=max((ask.num_top for ask in asks if ask.num_top is not None), default=None),
+        )
+
+
+def sample(
+    logits: torch.Tensor,
+    params: torch.Tensor | None,
+    bits: torch.Tensor | None,
+    plan: SamplingPlan,
+) -> torch.Tensor:
+    """Choose a token from every row; nothing waits for the device.
+
+    Args:
+        logits: [B, vocab] float32.
+        params: [B, NUM_PARAMS] float64, :attr:`Ask.numbers`; unused by greedy steps.
+        bits: [B, ceil(vocab / 32)] int32, lowest bit first; unused without masks.
+        plan: what to do.
+
+    Returns:
+        [B] int64 tokens; or, with log-probabilities, [B, 2 + 2 n] float64: the token, its own, the
+        n likeliest tokens and theirs.
+    """
+    allowed = logits
+    if plan.masked:
+        assert bits is not None
+        allowed = logits.masked_fill(~_unpack(bits, logits.shape[-1]), float("-inf"))
+    ids = allowed.argmax(-1)
+    if plan.drawn:
+        assert params is not None
+        ids = torch.where(params[:, 0] > 0, _draw(allowed, params), ids)
+    if plan.forced:
+        assert params is not None
+        forced = params[:, 4].long()
+        ids = torch.where(forced >= 0, forced, ids)
+    if plan.num_top is None:
+        return ids
+    values = torch.log_softmax(logits.float(), -1)
+    best, at = values.topk(min(plan.num_top, values.shape[-1]), -1)
+    ids = ids.unsqueeze(-1)
+    return torch.cat([x.double() for x in (ids, values.gather(-1, ids), at, best)], -1)
+
+
+def _draw(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    """A token from every row's cut-off distribution; a greedy row's is not used."""
+    temperature, top_k, top_p, uniform = (x.unsqueeze(-1) for x in params[:, :4].unbind(-1))
+    temperature = temperature.masked_fill(temperature == 0, 1.0).float()
+    probabilities, ids = torch.softmax(logits / temperature, -1).sort(
+        dim=-1, descending=True, stable=True
+    )
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    top_k = top_k.long()
+    keep = (top_k == 0) | (rank < top_k)
+    # A token stays while the mass before it is below top_p; the likeliest always stays.
+    keep &= probabilities.cumsum(-1) - probabilities < top_p.float()
+    mass = probabilities.masked_fill(~keep, 0.0).double().cumsum(-1)
+    total = mass[:, -1:].contiguous()
+    drawn = torch.searchsorted(mass, uniform * total, right=True)
+    # Rounding may take the product up to the total; the draw is then the last that stays.
+    last = torch.searchsorted(mass, total)
+    return ids.gather(-1, torch.minimum(drawn, last)).squeeze(-1)
+
+
+def _unpack(bits: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[B, W] words -> [B, vocab] bool."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :vocab].bool()
+
+
+# ------------------------------------------------------------------ on the host
+
+
+def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[int]:
+    """Ask everybody, choose, and tell them; one copy to the host.
+
+    Args:
+        logits: [B, vocab] float32.
+        choosers: of the rows.
+    """
+    if not choosers:
+        return []
+    asks = [chooser.ask() for chooser in choosers]
+    plan = SamplingPlan.of(asks)
+    params = bits = None
+    if plan.drawn or plan.forced:
+        params = torch.tensor([ask.numbers for ask in asks], dtype=torch.float64)
+        params = params.to(logits.device)
+    if plan.masked:
+        words = np.empty((len(asks), num_words(logits.shape[-1])), np.int32)
+        pack(asks, words)
+        bits = torch.from_numpy(words).to(logits.device)
+    return settle(sample(logits, params, bits, plan), asks, choosers)
+
+
+def num_words(vocab: int) -> int:
+    """Words of a mask over so many tokens."""
+    return -(-vocab // 32)
+
+
+def pack(asks: Sequence[Ask], words: np.ndarray) -> None:
+    """Fill [B, W] int32 words with masks: all bits without one, none behind a mask's end."""
+    for row, ask in zip(words, asks, strict=True):
+        if ask.bits is None:
+            row[:] = -1
+        else:
+            count = min(len(row), len(ask.bits))
+            row[:count], row[count:] = ask.bits[:count], 0
+
+
+def settle(
+    sampled: torch.Tensor, asks: Sequence[Ask], choosers: Sequence[Chooser | None]
+) -> list[int]:
+    """Wait for what :func:`sample` has chosen and pass it on; returns the tokens of somebody."""
+    token_ids = []
+    for row, ask, chooser in zip(sampled.tolist(), asks, choosers, strict=True):
+        if chooser is None:
+            continue
+        token_id, logprobs = row, None
+        if isinstance(row, list):
+            token_id = int(row[0])
+            if ask.num_top is not None:
+                most = len(row) // 2 - 1
+                best, values = row[2 : 2 + most][: ask.num_top], row[2 + most :]
+                top = tuple((int(i), value) for i, value in zip(best, values, strict=False))
+                logprobs = TokenLogprob(token_id, row[1], top)
+        chooser.take(token_id, logprobs)
+        token_ids.append(token_id)
+    return token_ids
 
 
 def token_logprob(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:

@@ -7,13 +7,16 @@ and separate tensors in the checkpoint; a target is then a view of its rows.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from k3vl.checkpoint import Placement
+from k3vl.checkpoint import Placement, StoredPlacement, logical_tensors
+from k3vl.kernels.int8 import COLUMNS
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part
+from k3vl.kernels.weight import KeptCodes
 from k3vl.lm.kda import KimiDeltaAttention
-from k3vl.lm.mla import LowRankQuery
 from k3vl.lm.model import K3Model, Layer
 from k3vl.lm.moe import LatentMoE
 from k3vl.lm.table import expected_tensors
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from k3vl.checkpoint import CheckpointReader
     from k3vl.config import TextConfig
     from k3vl.kernels.choice import Kernels
+    from k3vl.kernels.moe.experts import ExpertForm
     from k3vl.lm.layers import GatedMLP
     from k3vl.lm.mla import MultiHeadLatentAttention
     from k3vl.lm.residual import ReadWeights
@@ -42,31 +46,77 @@ def load_model(
 ) -> K3Model:
     """Build the language model and fill it from a checkpoint.
 
+    Routed experts that are stored in 4 bits stay so where the kernels can run them: packed bytes go
+    from the mapped file, matrix by matrix, to their place on the device. What is stored in 8 bits
+    stays so where the kernels read it.
+
     Raises:
         WeightError: a tensor is missing, left over, damaged or of the wrong shape.
     """
-    model = K3Model(config, kernels, dtype=dtype, device=device).eval().requires_grad_(False)
+    form = expert_form(reader, config, kernels)
+    model = K3Model(config, kernels, experts=form, dtype=dtype, device=device)
+    model = model.eval().requires_grad_(False)
     # K3 stores one A_log per channel of a head, of which one per head counts.
     products = [_ResidualQuery(read, path) for read, path in _reads(model)]
-    placements = {
-        PREFIX + name: Placement(target, leading=name.endswith(".A_log"))
+    kept = KeptCodes()
+    coded = _coded(reader) if kernels.keeps_codes else frozenset()
+    placements: dict[str, Placement | StoredPlacement] = {
+        PREFIX + name: StoredPlacement(tuple(target.shape), "int8", kept.taker(target))
+        if PREFIX + name in coded
+        else Placement(target, leading=name.endswith(".A_log"))
         for name, target in _targets(model)
     }
+    for packed in _packed(model):
+        take = partial(packed.experts.put, packed.expert, packed.part)
+        placements[PREFIX + packed.name] = StoredPlacement(packed.shape, "mxfp4", take)
     for product in products:
         placements |= {PREFIX + n: Placement(t) for n, t in product.parts.items()}
     reader.load_into(placements, prefixes=[PREFIX])
     for product in products:
         product.finish()
+    model.bind(kept)
     return model
+
+
+def expert_form(reader: CheckpointReader, config: TextConfig, kernels: Kernels) -> ExpertForm:
+    """In which form a checkpoint's routed experts are kept: packed if all are, and can be run."""
+    if kernels.latent_moe_mxfp4 is None:
+        return "float"
+    moe_layers = sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))
+    packed = [
+        name
+        for name in reader.shards
+        if ".block_sparse_moe.experts." in name and name.endswith(".weight_packed")
+    ]
+    return "mxfp4" if len(packed) == 3 * config.num_experts * moe_layers > 0 else "float"
+
+
+_MULTIPLIED = ("proj.weight", "lm_head.weight", "w1.weight", "w2.weight", "w3.weight")
+"""How the names of matrices end that nothing but a product reads, ``kv_b_proj`` apart."""
+
+
+def _coded(reader: CheckpointReader) -> frozenset[str]:
+    """Matrices that products can read in the 8 bits that they are stored in."""
+    specs = {n: spec for n, spec in reader.specs().items() if n.startswith(PREFIX)}
+    return frozenset(
+        name
+        for name, tensor in logical_tensors(specs).items()
+        if tensor.encoding == "int8"
+        and tensor.scale is not None
+        and name.endswith(_MULTIPLIED)
+        and not name.endswith(".kv_b_proj.weight")
+        and not tensor.shape[1] // specs[tensor.scale].shape[1] % COLUMNS
+    )
 
 
 def stored_tensors(model: K3Model) -> dict[str, torch.Tensor]:
     """The way back: checkpoint name -> tensor, such that :func:`load_model` gives the same model.
 
-    Tensors are views of the model's own where they can be. Of a mixture only the product of norm
-    and projection is known; it is written as the norm, with a projection of ones.
+    None of its weights is kept in 8 bits. Tensors are views of its own where they can be. Of a
+    mixture only the product of norm and projection is known; it is written as the norm, with a
+    projection of ones.
     """
-    specs = expected_tensors(model.config, quantized_experts=False)
+    specs = expected_tensors(model.config, quantized_experts=model.experts == "mxfp4")
     tensors: dict[str, torch.Tensor] = {}
     for name, target in _targets(model):
         shape = specs[PREFIX + name].shape
@@ -74,6 +124,9 @@ def stored_tensors(model: K3Model) -> dict[str, torch.Tensor]:
         if name.endswith(".A_log") and stored.numel() < math.prod(shape):
             stored = torch.cat([stored, stored.new_zeros(math.prod(shape) - stored.numel())])
         tensors[PREFIX + name] = stored.reshape(shape)
+    for packed in _packed(model):
+        values, scale = packed.experts.taken(packed.expert, packed.part)
+        tensors |= {f"{PREFIX}{packed.name}_packed": values, f"{PREFIX}{packed.name}_scale": scale}
     for read, path in _reads(model):
         if read.query is not None:
             tensors[f"{PREFIX}{path}_norm.weight"] = read.query.detach()
@@ -110,7 +163,7 @@ def _reads(model: K3Model) -> Iterator[tuple[ReadWeights, str]]:
 
 
 def _targets(model: K3Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """All other tensors."""
+    """All other tensors that are decoded."""
     yield "model.embed_tokens.weight", model.embedding
     for i, layer in enumerate(_layers(model)):
         path = f"model.layers.{i}"
@@ -150,7 +203,7 @@ def _kda(layer: KimiDeltaAttention, path: str) -> Iterator[tuple[str, torch.Tens
 def _mla(layer: MultiHeadLatentAttention, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     query, latent, shared, gate = layer.splits
     q_rows, kv_rows, gate_rows = layer.in_proj.weight.split([query, latent + shared, gate])
-    if isinstance(layer.query, LowRankQuery):
+    if layer.query is not None:
         yield f"{path}.q_a_proj.weight", q_rows
         yield f"{path}.q_a_layernorm.weight", layer.query.norm.weight
         yield f"{path}.q_b_proj.weight", layer.query.expand.weight
@@ -173,12 +226,42 @@ def _moe(layer: LatentMoE, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{path}.routed_expert_up_proj.weight", layer.latent_up.weight
     if layer.latent_norm is not None:
         yield f"{path}.routed_expert_norm.weight", layer.latent_norm.weight
-    for e in range(layer.w13.shape[0]):
-        gate, up = layer.w13[e].chunk(2)
-        yield f"{path}.experts.{e}.w1.weight", gate
-        yield f"{path}.experts.{e}.w3.weight", up
-        yield f"{path}.experts.{e}.w2.weight", layer.w2[e]
+    if not isinstance(layer.experts, Mxfp4Experts):
+        for e, (w13, w2) in enumerate(zip(layer.experts.w13, layer.experts.w2, strict=True)):
+            gate, up = w13.chunk(2)
+            yield f"{path}.experts.{e}.w1.weight", gate
+            yield f"{path}.experts.{e}.w3.weight", up
+            yield f"{path}.experts.{e}.w2.weight", w2
     yield from _gated_mlp(layer.shared, f"{path}.shared_experts")
+
+
+class _PackedMatrix(NamedTuple):
+    """One matrix of one expert that stays packed: its name, and where it goes."""
+
+    name: str
+    shape: tuple[int, int]
+    experts: Mxfp4Experts
+    expert: int
+    part: Part
+
+
+def _packed(model: K3Model) -> Iterator[_PackedMatrix]:
+    """All matrices that stay packed."""
+    for i, layer in enumerate(_layers(model)):
+        if not isinstance(layer.mlp, LatentMoE) or model.experts != "mxfp4":
+            continue
+        stored = layer.mlp.experts
+        assert isinstance(stored, Mxfp4Experts)
+        into, back = (stored.inner, stored.latent), (stored.latent, stored.inner)
+        parts: tuple[tuple[str, tuple[int, int], Part], ...] = (
+            ("w1", into, "gate"),
+            ("w3", into, "up"),
+            ("w2", back, "down"),
+        )
+        for e in range(stored.count):
+            for name, shape, part in parts:
+                path = f"model.layers.{i}.block_sparse_moe.experts.{e}.{name}.weight"
+                yield _PackedMatrix(path, shape, stored, e, part)
 
 
 def _gated_mlp(layer: GatedMLP, path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,5 +7,6 @@ media in a prompt, our chat format and our media rules. See ``docs/sglang.md``.
 - ``settings``: what the plugin is told, over ``--mm-process-config``.
 - ``slots``: prompts in which one pad stands for each picture or clip.
 - ``chat``: OpenAI messages to such a prompt.
+- ``answers``: what the model answers to SGLang's replies.
 - ``processors``: such a prompt and its media to token ids and encoder items.
 """

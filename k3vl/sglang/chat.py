@@ -2,7 +2,7 @@
 
 The messages go through ``k3vl.xtml``, so markers that a client typed stay text, and clips have a
 place in the prompt. SGLang collects the media itself, in the order of the messages; the slots name
-each medium by its place in those lists. What the model answers is read by SGLang's parsers.
+each medium by its place in those lists. What the model answers is read in ``answers.py``.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ class K3ChatAdapter:
     Attributes:
         collects_openai_media: SGLang fills its lists of media after the encoding.
         strict_tool_call_arguments: arguments that are no JSON are rendered as K3 does, not refused.
-        output: None: SGLang's own parsers read the answer.
+        tokenizer: the checkpoint's vocabulary.
+        defaults: the checkpoint's chat defaults.
+        output: reads the answers; None: SGLang's own parsers do.
     """
 
     collects_openai_media: Final = True
     strict_tool_call_arguments: Final = False
-    output: Final = None
 
-    def __init__(self, tokenizer: Tokenizer, defaults: ChatOptions, *, takes_clips: bool) -> None:
-        """Keep what every request shares.
-
-        Args:
-            tokenizer: the checkpoint's vocabulary.
-            defaults: the checkpoint's chat defaults.
-            takes_clips: an encoder server is in no position to.
-        """
-        self._tokenizer = tokenizer
-        self._defaults = defaults
-        self._takes_clips = takes_clips
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        defaults: ChatOptions,
+        *,
+        takes_clips: bool,
+        output: Any = None,
+    ) -> None:
+        """Keep what every request shares; an encoder server is in no position to take clips."""
+        self.tokenizer, self.defaults, self.output = tokenizer, defaults, output
+        self.takes_clips = takes_clips
 
     def encode_messages(
         self,
@@ -90,15 +91,15 @@ class K3ChatAdapter:
             if where not in places:
                 raise RequestError(f"{where}: send it as image_url or video_url", param=where)
             slots.append((part.kind, places[where][1]))
-        if any(kind == "video" for kind, _ in slots) and not self._takes_clips:
+        if any(kind == "video" for kind, _ in slots) and not self.takes_clips:
             raise RequestError("encoder disaggregation (--language-only) carries pictures only")
         segments = render(
             parsed,
             tools=parse_tools([_written(tool) for tool in request.tools or ()]),
-            options=chat_options(request, self._defaults),
+            options=chat_options(request, self.defaults),
             media=[open_layout(kind) for kind, _ in slots],
         )
-        return encode(with_slots(segments, slots), self._tokenizer)
+        return encode(with_slots(segments, slots), self.tokenizer)
 
 
 def _conversation(messages: list[dict[str, Any]], request: Any) -> list[dict[str, Any]]:

@@ -89,8 +89,22 @@ class Release0523:
         """See :class:`Release`."""
         from sglang.srt.entrypoints.openai import chat_encoding_adapters
 
+        from k3vl.sglang.answers import K3AnswerAdapter
+        from k3vl.sglang.chat import K3ChatAdapter
+
+        def build(context: Any) -> K3ChatAdapter:
+            if not context.reasoning_parser == context.tool_call_parser == SPEC:
+                return adapter  # the user wants other parsers, or none
+            tokenizer, defaults = adapter.tokenizer, adapter.defaults
+            return K3ChatAdapter(
+                tokenizer,
+                defaults,
+                takes_clips=adapter.takes_clips,
+                output=K3AnswerAdapter(tokenizer, defaults, context.chat_hooks),
+            )
+
         # There is no public way to enter an adapter for a chat that SGLang has a branch for.
-        chat_encoding_adapters._BUILDERS[SPEC] = {"builtin": lambda _: adapter}
+        chat_encoding_adapters._BUILDERS[SPEC] = {"builtin": build}
 
     def refuse_identities(self, processor: Any, media: Sequence[Any], request: Any) -> None:
         """See :class:`Release`."""

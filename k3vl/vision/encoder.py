@@ -26,10 +26,9 @@ class VisionEncoder:
     """Features of media items; equal items of a call are computed once.
 
     One item at a time, an item's features depend on that item alone, to the last bit, whatever
-    else is asked for. Matrix products of another height may round
-    otherwise, so items that share a batch agree with lone ones to about 1e-6 (float32) only. On a
-    CPU that is worth it: two cores encode 224-pixel pictures by the demo tower in 24.3 ms each
-    alone and in 22.3 to 23.1 ms each in batches of 2 to 8. A GPU wants batches.
+    else is asked for. Matrix products of another height may round otherwise, so that items which
+    share a batch agree with lone ones to about 1e-6 (float32) only; the compiled kernels of a CPU
+    round alike, but gain nothing from batches. A GPU wants them.
 
     Args:
         tower: made for the same dtype and device as the projector.

@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn.functional import gelu
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.rms_norm import rms_norm
+from k3vl.kernels.vision import REFERENCE
 from k3vl.parameters import linear
 
 if TYPE_CHECKING:
     from k3vl.config import VisionConfig
+    from k3vl.kernels.vision import VisionKernels
 
 
 class PatchMerger(nn.Module):
@@ -31,8 +32,10 @@ class PatchMerger(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        kernels: VisionKernels = REFERENCE,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         merged, width = config.merged_size, config.text_hidden_size
         self.eps = config.projector_ln_eps
         self.inner = linear(merged, merged, dtype, device)
@@ -49,4 +52,6 @@ class PatchMerger(nn.Module):
             raise ShapeError(
                 f"projector: input {tuple(merged.shape)}, weight {tuple(self.inner.weight.shape)}"
             )
-        return rms_norm(self.outer(gelu(self.inner(merged))), self.norm, self.eps)
+        ops = self.kernels
+        hidden = gelu(ops.linear(merged, self.inner.weight))
+        return ops.rms_norm(ops.linear(hidden, self.outer.weight), self.norm, self.eps)

@@ -5,13 +5,12 @@ checked and is then kept (no second look-up), every redirect is checked anew, an
 beyond the byte cap. The standard library's client is used because only it lets a connection be
 pinned without a dependency. No proxy settings are honoured: the checks would hold for the proxy.
 
-What the bytes are is decided elsewhere (``sniff.py``, ``image.py``, ``video.py``).
+``data:`` URLs are read in ``data_uri.py``. What the bytes are is decided elsewhere (``sniff.py``,
+``image.py``, ``video.py``).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import http.client
 import ipaddress
@@ -24,11 +23,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
-from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from PIL import Image
 
 from k3vl.errors import MediaError
+from k3vl.vision.data_uri import decode_data_uri
 
 if TYPE_CHECKING:
     from k3vl.types import MediaKind, MediaSource
@@ -152,66 +152,6 @@ def _from_url(url: str, kind: MediaKind, policy: FetchPolicy, abort: Abort) -> R
     if scheme in ("http", "https"):
         return _capped(_fetch(url, kind, policy, abort), kind, policy)
     raise MediaError(f"{kind}: nothing can fetch '{scheme}:' URLs", code="url_forbidden")
-
-
-# ---------------------------------------------------------------------- data:
-
-
-def check_data_uri(uri: str, kind: MediaKind, max_bytes: int) -> None:
-    """Refuse a ``data:`` URI that is surely too long, at the cost of one search.
-
-    An escape may stand for every byte, and a sixteenth of the text may be line breaks.
-
-    Raises:
-        MediaError: ``media_too_large``.
-    """
-    size = (len(uri) - uri.find(",") - 1) * 3 // 4
-    least = size // 3 if "%" in uri else size - size // 16
-    if least > max_bytes:
-        raise _uri_too_large(size, kind, max_bytes)
-
-
-def _uri_too_large(size: int, kind: MediaKind, max_bytes: int) -> MediaError:
-    return MediaError(
-        f"{kind}: the data URI holds {size} bytes, at most {max_bytes} are accepted",
-        code="media_too_large",
-    )
-
-
-def decode_data_uri(uri: str, kind: MediaKind, max_bytes: int) -> bytes:
-    """Decode a base64 ``data:`` URI, tolerating what clients really send.
-
-    White space, percent-escapes, missing padding, the URL-safe alphabet, parameters and any case
-    of ``base64`` are accepted; the declared media type is not believed. The size is checked before
-    anything is decoded.
-
-    Raises:
-        MediaError: ``data_uri_invalid``, ``media_too_large``, ``frame_list_unsupported``.
-    """
-    check_data_uri(uri, kind, max_bytes)
-    header, comma, payload = uri.partition(",")
-    parameters = [part.strip().lower() for part in header[len("data:") :].split(";")]
-    if not comma:
-        raise MediaError(f"{kind}: data URI without a comma", code="data_uri_invalid")
-    if "base64" not in parameters[1:] and parameters != ["base64"]:
-        raise MediaError(f"{kind}: only base64 data URIs are accepted", code="data_uri_invalid")
-    if "," in payload:
-        raise MediaError(
-            f"{kind}: a data URI with several base64 pieces is a list of frames without times; "
-            "send a video file, or one picture per part",
-            code="frame_list_unsupported",
-        )
-    if "%" in payload:
-        payload = unquote_to_bytes(payload).decode("latin-1")
-    text = "".join(payload.split()).rstrip("=").replace("-", "+").replace("_", "/")
-    if len(text) * 3 // 4 > max_bytes:
-        raise _uri_too_large(len(text) * 3 // 4, kind, max_bytes)
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise MediaError(
-            f"{kind}: the data URI is not valid base64", code="data_uri_invalid"
-        ) from None
 
 
 # ---------------------------------------------------------------------- files

@@ -9,15 +9,15 @@ in the released code (the report speaks of two factorised passes).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.vision import REFERENCE
+from k3vl.kernels.vision_block import VisionBlockWeights
 from k3vl.kernels.vision_pos import resize_position_table, rotary_table, temporal_rows
 from k3vl.parameters import linear, parameter
 
@@ -33,7 +33,26 @@ NORM_EPS = 1.1920929e-07
 """``nn.RMSNorm`` without an eps takes float32's, for bfloat16 inputs too (torch 2.13)."""
 
 _MERGE = 2
-_TABLES_KEPT = 16
+_PLAN_BYTES = 128 * 2**20
+"""Of grid plans that are kept: six of 74 x 74 patches at K3's width, hundreds of the demo's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GridPlan:
+    """What the tower derives from a grid alone.
+
+    Attributes:
+        place: [t * h * w, width], learned and temporal positions, in the tower's dtype.
+        rotary: [t * h * w, head_dim / 2] complex64, the same in every frame.
+    """
+
+    place: torch.Tensor
+    rotary: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both."""
+        return self.place.nbytes + self.rotary.nbytes
 
 
 class VisionTower(nn.Module):
@@ -77,7 +96,8 @@ class VisionTower(nn.Module):
         moments = torch.tensor([media.image_mean, media.image_std], device=device)
         self.register_buffer("mean", moments[0], persistent=False)
         self.register_buffer("std", moments[1], persistent=False)
-        self._rotary: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._plans: dict[Grid, GridPlan] = {}
+        self._planned: tuple[object, ...] = ()  # which table they were made from
 
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Encode packed patches.
@@ -98,12 +118,13 @@ class VisionTower(nn.Module):
         """
         self._check(patches, grids)
         lengths = [frames * rows * columns for frames, rows, columns in grids]
-        x = F.linear(self._normalise(patches), self.patch_weight.flatten(1))
-        x = x + self._positions(grids).to(x.dtype)
-        rotary = torch.cat([self._rotation(grid) for grid in grids])
+        x = self.kernels.linear(self._normalise(patches), self.patch_weight.flatten(1))
+        plans = [self._plan(grid) for grid in grids]
+        x = x + torch.cat([plan.place for plan in plans])
+        rotary = torch.cat([plan.rotary for plan in plans])
         for block in self.blocks:
             x = block(x, rotary, lengths)
-        x = rms_norm(x, self.final_norm, self.eps)
+        x = self.kernels.rms_norm(x, self.final_norm, self.eps)
         parts = torch.split(x, lengths)
         return torch.cat([merge(part, grid) for part, grid in zip(parts, grids, strict=True)])
 
@@ -123,38 +144,43 @@ class VisionTower(nn.Module):
             )
 
     def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
-        patches = patches.to(self.patch_weight.device)
+        patches = patches.to(self.patch_weight.device, non_blocking=True)
         dtype = self.patch_weight.dtype
         if patches.dtype == torch.uint8:
             return self.kernels.normalise_pixels(patches, self.mean, self.std, dtype)
         return patches.flatten(1).to(dtype)
 
-    def _positions(self, grids: Sequence[Grid]) -> torch.Tensor:
-        """Learned and temporal positions of all patches, [P, width] float32."""
-        flat = {
-            size: resize_position_table(self.position_table, *size)
-            for size in dict.fromkeys((rows, columns) for _, rows, columns in grids)
-        }
-        parts = []
-        for frames, rows, columns in grids:
-            place = flat[rows, columns]
-            # A picture is not a clip of one frame: cos(0) = 1 would shift half of its channels.
-            if frames > 1:
-                time = temporal_rows(frames, place.shape[1], device=place.device)
-                place = (place[None] + time[:, None]).flatten(0, 1)
-            parts.append(place)
-        return torch.cat(parts)
+    def _plan(self, grid: Grid) -> GridPlan:
+        """Positions of one item; kept, the last used longest, unless the table is being trained."""
+        table = self.position_table
+        if table.requires_grad:
+            return self._make_plan(grid)
+        made_from = (table.data_ptr(), table._version, table.dtype, table.device)
+        if made_from != self._planned:
+            self._plans, self._planned = {}, made_from
+        if (plan := self._plans.pop(grid, None)) is None:
+            plan = self._make_plan(grid)
+        self._plans[grid] = plan
+        # Lists: another thread may encode at the same time.
+        held = list(self._plans.items())
+        total = sum(plan.nbytes for _, plan in held)
+        for oldest, left in held:
+            if total <= _PLAN_BYTES:
+                break
+            self._plans.pop(oldest, None)
+            total -= left.nbytes
+        return plan
 
-    def _rotation(self, grid: Grid) -> torch.Tensor:
-        """Rotary table of one item, every frame alike: [t * h * w, head_dim / 2]."""
+    def _make_plan(self, grid: Grid) -> GridPlan:
         frames, rows, columns = grid
-        key = (rows, columns, self.patch_weight.device)
-        if (table := self._rotary.pop(key, None)) is None:
-            table = rotary_table(rows, columns, self.config.head_dim, device=key[2])
-        self._rotary[key] = table  # the last used is the last to go
-        if len(self._rotary) > _TABLES_KEPT:
-            del self._rotary[next(iter(self._rotary))]
-        return table.repeat(frames, 1)
+        table = self.position_table
+        place = resize_position_table(table, rows, columns)
+        # A picture is not a clip of one frame: cos(0) = 1 would shift half of its channels.
+        if frames > 1:
+            time = temporal_rows(frames, place.shape[1], device=place.device)
+            place = (place[None] + time[:, None]).flatten(0, 1)
+        rotary = rotary_table(rows, columns, self.config.head_dim, device=table.device)
+        return GridPlan(place.to(table.dtype), rotary.repeat(frames, 1))
 
 
 class VisionBlock(nn.Module):
@@ -175,27 +201,28 @@ class VisionBlock(nn.Module):
             config.vt_intermediate_size,
             config.qkv_hidden_size,
         )
-        self.heads = config.vt_num_attention_heads
-        self.eps = eps
         self.attention_norm = parameter(width, dtype=dtype, device=device)
         self.mlp_norm = parameter(width, dtype=dtype, device=device)
         self.qkv = linear(width, 3 * qkv, dtype, device)
         self.out = linear(qkv, width, dtype, device)
         self.up = linear(width, inner, dtype, device)
         self.down = linear(inner, width, dtype, device)
+        self.weights = VisionBlockWeights(
+            heads=config.vt_num_attention_heads,
+            attention_norm=self.attention_norm,
+            mlp_norm=self.mlp_norm,
+            qkv=self.qkv.weight,
+            out=self.out.weight,
+            up=self.up.weight,
+            down=self.down.weight,
+            eps=eps,
+        )
 
     def forward(
         self, x: torch.Tensor, rotary: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
         """Advance [P, width] by one block."""
-        qkv = self.qkv(rms_norm(x, self.attention_norm, self.eps))
-        heads = qkv.view(x.shape[0], 3 * self.heads, -1)  # [P, 3H, K]
-        turned = self.kernels.rotate(heads[:, : 2 * self.heads], rotary)
-        q, k, v = turned[:, : self.heads], turned[:, self.heads :], heads[:, 2 * self.heads :]
-        mixed = self.kernels.attention(q, k, v, lengths)
-        x = x + self.out(mixed.flatten(1))
-        hidden = self.up(rms_norm(x, self.mlp_norm, self.eps))
-        return x + self.down(F.gelu(hidden, approximate="tanh"))
+        return self.kernels.block(x, self.weights, rotary, lengths)
 
 
 def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -96,6 +96,6 @@ def load_vision(
         WeightError: a tensor of this part is missing, left over, damaged or of another shape.
     """
     tower = VisionTower(config, media, dtype=dtype, device=device, kernels=kernels)
-    projector = PatchMerger(config, dtype=dtype, device=device)
+    projector = PatchMerger(config, dtype=dtype, device=device, kernels=kernels)
     reader.load_into(placements(tower, projector), prefixes=VISION_PREFIXES)
     return tower.eval().requires_grad_(False), projector.eval().requires_grad_(False)

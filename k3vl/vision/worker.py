@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from k3vl.config import MediaConfig
 from k3vl.errors import MediaError
 from k3vl.types import MediaPart
+from k3vl.vision.data_uri import decode_data_uri
 from k3vl.vision.limits import MediaLimits
 from k3vl.vision.portable import portable
 from k3vl.vision.processor import MediaProcessor
@@ -33,23 +34,36 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from k3vl.types import ProcessedMedia
+    from k3vl.types import MediaKind, ProcessedMedia
 
 MediaForm: TypeAlias = Literal["patches", "frames", "clips"]
 """What a worker makes: patches for a model here; ``data:`` URLs for another server, of a clip's
 frames or of the whole clip (see ``portable.py``)."""
+SourceForm: TypeAlias = Literal["bytes", "data", "url"]
+"""What a request's blob is: a file, the text of a ``data:`` URL, or of another that needs no
+network."""
 NICENESS = 5
 """Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
+_PIECE = 1 << 16
 
 
-def write_frame(file: IO[bytes], header: dict[str, Any], blobs: Iterable[memoryview] = ()) -> None:
-    """Write one frame; the blobs are joined."""
+def write_frame(
+    file: IO[bytes], header: dict[str, Any], blobs: Iterable[memoryview | str] = ()
+) -> None:
+    """Write one frame; the blobs are joined.
+
+    Text is written as ASCII, what is not becomes ``?``; no second copy of it is made.
+    """
     blobs = list(blobs)
+    sizes = (len(blob) if isinstance(blob, str) else blob.nbytes for blob in blobs)
     head = json.dumps(header).encode()
-    file.write(_LENGTHS.pack(len(head), sum(blob.nbytes for blob in blobs)) + head)
+    file.write(_LENGTHS.pack(len(head), sum(sizes)) + head)
     for blob in blobs:
-        if blob.nbytes:
+        if isinstance(blob, str):
+            for start in range(0, len(blob), _PIECE):
+                file.write(blob[start : start + _PIECE].encode("ascii", "replace"))
+        elif blob.nbytes:
             file.write(blob.cast("B"))
     file.flush()
 
@@ -112,10 +126,12 @@ def make_processor(header: dict[str, Any]) -> MediaProcessor:
 def answer(
     processor: MediaProcessor, form: MediaForm, header: dict[str, Any], blob: bytearray
 ) -> Any:
-    """Process one part; (header, blobs) of the answer."""
-    source: str | bytes = blob.decode() if header["is_url"] else bytes(blob)
-    part = MediaPart(header["kind"], source, header["detail"])
+    """Process one part, and empty its blob on the way; (header, blobs) of the answer."""
+    part = MediaPart(header["kind"], b"", header["detail"])
     try:
+        source = _source(part.kind, header["form"], blob, processor.policy.max_bytes)
+        blob.clear()
+        part = replace(part, source=source)
         if form == "patches":
             media = processor.process(part)
         else:
@@ -128,8 +144,13 @@ def answer(
     except Exception as exc:  # noqa: BLE001 - a defect of ours or of a library ends one part
         what = f"{part.kind}: cannot be processed ({type(exc).__name__})"
         return {"error": what, "code": f"{part.kind}_failed"}, ()
-    urls = [memoryview(url.encode()) for url in media.urls]
-    return describe(media), [*(item.patches.data for item in media.items), *urls]
+    return describe(media), [*(item.patches.data for item in media.items), *media.urls]
+
+
+def _source(kind: MediaKind, form: SourceForm, blob: bytearray, max_bytes: int) -> str | bytes:
+    if form == "data":
+        return decode_data_uri(blob, kind, max_bytes)
+    return blob.decode() if form == "url" else bytes(blob)
 
 
 def describe(media: ProcessedMedia) -> dict[str, Any]:
@@ -173,7 +194,6 @@ def main() -> None:
         except EOFError:
             return
         reply, blobs = answer(processor, form, header, blob)
-        del blob
         write_frame(answers, reply, blobs)
 
 

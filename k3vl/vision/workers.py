@@ -18,13 +18,14 @@ import numpy as np
 
 from k3vl.errors import CapacityError, MediaError
 from k3vl.types import EncoderItem, MediaGroup, MediaLayout, ProcessedMedia
-from k3vl.vision.source import Abort, check_data_uri, resolve
+from k3vl.vision.data_uri import check_data_uri
+from k3vl.vision.source import Abort, resolve
 from k3vl.vision.worker import read_frame, settings_header, write_frame
 
 if TYPE_CHECKING:
     from k3vl.types import MediaPart
     from k3vl.vision.processor import MediaProcessor
-    from k3vl.vision.worker import MediaForm
+    from k3vl.vision.worker import MediaForm, SourceForm
 
 MAX_FETCHES = 16
 DEFAULT_MEMORY = 4 * 2**30
@@ -53,8 +54,8 @@ class _Worker:
         Raises:
             MediaError: the part cannot be used, or the process died of it.
         """
-        blob = source.encode("utf-8", "replace") if isinstance(source, str) else source
-        head = {"kind": part.kind, "detail": part.detail, "is_url": isinstance(source, str)}
+        form, blob = _request(source)
+        head = {"kind": part.kind, "detail": part.detail, "form": form}
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None
         assert answers is not None
@@ -63,7 +64,7 @@ class _Worker:
                 write_frame(requests, self._settings)
                 read_frame(answers)
                 self._is_ready = True
-            write_frame(requests, head, [memoryview(blob)])
+            write_frame(requests, head, [blob])
             header, patches = read_frame(answers)
         except (OSError, EOFError, ValueError) as exc:
             self.kill()
@@ -90,6 +91,19 @@ class _Worker:
             with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()
+
+
+def _scheme(url: str) -> str:
+    return url[:64].lstrip().partition(":")[0].lower()
+
+
+def _request(source: str | bytes) -> tuple[SourceForm, memoryview | str]:
+    """How a source goes to a worker; the text of a ``data:`` URL is not copied for it."""
+    if isinstance(source, bytes):
+        return "bytes", memoryview(source)
+    if _scheme(source) == "data":
+        return "data", source
+    return "url", memoryview(source.encode("utf-8", "replace"))
 
 
 def _take_exception(job: asyncio.Future[Any]) -> None:
@@ -204,7 +218,7 @@ class MediaWorkers:
             return source
         if not isinstance(source, str):
             raise MediaError(f"{part.kind}: a source is a URL or bytes", code="source_invalid")
-        scheme = source[:64].lstrip().partition(":")[0].lower()
+        scheme = _scheme(source)
         if scheme == "data":  # before it is copied to a worker
             check_data_uri(source, part.kind, self._processor.policy.max_bytes)
         if scheme not in ("http", "https"):

@@ -8,8 +8,6 @@ when a tokenizer is loaded, not before.
 from __future__ import annotations
 
 import codecs
-import re
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from k3vl.errors import ConfigError
@@ -17,7 +15,7 @@ from k3vl.xtml import tokens
 from k3vl.xtml.tokens import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from k3vl.types import MediaLayout
@@ -55,42 +53,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class SpecialTokens:
-    """Finds special tokens in trusted text; shared by the two vocabularies.
-
-    Raises:
-        ConfigError: a marker that the template needs is missing; all missing ones are named.
-    """
-
-    def __init__(self, ids: Mapping[str, int], origin: str) -> None:
-        missing = [marker for marker in tokens.CONTROL_MARKERS if marker not in ids]
-        if missing:
-            raise ConfigError(f"{origin}: no special token {', '.join(missing)}")
-        self.ids = ids
-        self.names: Mapping[int, str] = {token_id: name for name, token_id in ids.items()}
-        self.stop_ids = tuple(ids[name] for name in tokens.END_MARKERS if name in ids)
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches any name; longer ones first, in case one begins another."""
-        names = sorted(self.ids, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, names))})")
-
-    def encode(self, text: str, encode_plain: Callable[[str], list[int]]) -> list[int]:
-        """Special tokens become their ids, the text between them goes to ``encode_plain``.
-
-        Cut here and not by the libraries, so that a long run of ``<|media_pad|>`` never meets the
-        rules for cutting long text, and so that both vocabularies agree on what is special.
-        """
-        ids: list[int] = []
-        for piece in self.pattern.split(text):
-            if piece in self.ids:
-                ids.append(self.ids[piece])
-            elif piece:
-                ids += encode_plain(piece)
-        return ids
-
-
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load a checkpoint's vocabulary: ``tiktoken.model`` or else ``tokenizer.json``.
 
@@ -106,17 +68,6 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
         return load_tokenizer_json(path)
     raise ConfigError(f"{directory}: neither tiktoken.model nor tokenizer.json is there")
-
-
-def well_formed(text: str) -> str:
-    """Text that UTF-8 can express: half surrogates become the replacement character."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        pass
-    else:
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # ---------------------------------------------------------------------- there

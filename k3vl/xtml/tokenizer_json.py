@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from k3vl.errors import ConfigError
-from k3vl.xtml.tokenizer import SpecialTokens, well_formed
+from k3vl.xtml.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,10 +66,7 @@ class TokenizerJson:
 
     def encode_segment(self, text: str, allow_special: bool) -> list[int]:
         """Tokenise one segment; see :class:`k3vl.xtml.tokenizer.Tokenizer`."""
-        text = well_formed(text)
-        if allow_special:
-            return self._special.encode(text, self._encode_plain)
-        return self._encode_plain(text)
+        return self._special.encode(text, allow_special, self._encode_plain)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of an id; nothing outside the vocabulary."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import traceback
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
+from k3vl.kernels.bench.about import describe
 from k3vl.kernels.bench.attention_cases import (
     attn_residual_cases,
+    mla_around_cases,
     mla_decode_cases,
     mla_prefill_cases,
     small_vision_cases,
@@ -26,7 +26,7 @@ from k3vl.kernels.bench.attention_cases import (
 )
 from k3vl.kernels.bench.case import Case, ratio_of_norms
 from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
-from k3vl.kernels.bench.moe_cases import moe_cases, plan_cases, route_cases
+from k3vl.kernels.bench.moe_cases import layer_cases, moe_cases, plan_cases, route_cases
 from k3vl.kernels.bench.timing import Ceilings, measure_ceilings, time_call
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "attn_residual": attn_residual_cases,
     "kda_prefill": prefill_cases,
     "mla_decode": mla_decode_cases,
+    "mla_around": mla_around_cases,
     "mla_prefill": mla_prefill_cases,
     "vision_attention": vision_cases,
     "vision_small": small_vision_cases,
     "route": route_cases,
     "plan_experts": plan_cases,
     "moe_experts": moe_cases,
+    "latent_moe": layer_cases,
 }
 
 
@@ -61,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(time.time_ns() % 2**32)
     ceilings = None if options.compile_only else measure_ceilings()
-    about = _about(options.commit, ceilings)
+    about = describe(torch.device("cuda"), ceilings, commit=options.commit)
     say(json.dumps(about))
     failed = 0
     for op in CASES if "all" in options.ops else options.ops:
@@ -137,28 +139,6 @@ def _measure(
         f"({timing.low:.1f}..{timing.high:.1f})  {name}"
     )
     return line
-
-
-def _about(commit: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
-    if commit is None:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        commit = done.stdout.strip() or "unknown"
-    about: dict[str, Any] = {
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    if ceilings:
-        about["copy_tb_s"] = round(ceilings.bandwidth / 1e12, 3)
-        about["bf16_tflop_s"] = round(ceilings.flops / 1e12, 1)
-    return about
 
 
 def say(text: str) -> None:

@@ -12,10 +12,22 @@ from k3vl.kernels.attn_residual.gpu import attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench.case import Case, normal
 from k3vl.kernels.flash import FlashShape
-from k3vl.kernels.mla.gpu import DecodeShape, mla_decode, mla_prefill_packed
-from k3vl.kernels.mla.reference import mla_decode_reference, mla_prefill_reference
+from k3vl.kernels.mla.gpu import (
+    DecodeShape,
+    mla_decode,
+    mla_prefill_packed,
+    mla_store,
+    mla_values,
+)
+from k3vl.kernels.mla.reference import (
+    mla_decode_reference,
+    mla_prefill_reference,
+    mla_store_reference,
+    mla_values_reference,
+)
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
+from k3vl.kernels.rms_norm.reference import rms_norm_reference
 from k3vl.kernels.vision_attention.gpu import vision_attention
 from k3vl.kernels.vision_attention.grouped import vision_attention_grouped
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
@@ -60,9 +72,10 @@ def mla_decode_cases() -> Iterator[Case]:
         latents = normal(batch * length, 576)
         pages = torch.randperm(batch * length // 64, device="cuda").view(batch, -1, 1)
         rows = (pages * 64 + torch.arange(64, device="cuda")).flatten(1)
+        table = (pages.squeeze(-1) * 64).T.contiguous().T  # as the engine lays it out
         lengths = torch.full((batch,), length, device="cuda")
         q = normal(batch, heads, 576)
-        run = partial(mla_decode, q, latents, rows, lengths, 512, _SCALE)
+        run = partial(mla_decode, q, latents, table, lengths, 512, _SCALE, 64)
         context = latents[rows].unsqueeze(1)  # peers cannot read pages
         # To PyTorch the heads of one sequence are queries of one head.
         dense = partial(
@@ -98,6 +111,55 @@ def mla_decode_cases() -> Iterator[Case]:
             peers={"PyTorch scaled_dot_product_attention, latents gathered before": dense}
             if small
             else {},
+        )
+
+
+def mla_around_cases() -> Iterator[Case]:
+    """What surrounds the decode kernel of a layer: cache write with its norm, values with gate."""
+    heads = 96
+    for batch in (1, 32, 128):
+        kv_b, mixed = normal(heads, 256, 512), normal(batch, heads, 512)
+        projected = normal(batch, 2112 + heads * 128)
+        c, shared = projected[:, 1536:2048], projected[:, 2048:2112]
+        values, gate, norm = kv_b[:, 128:], projected[:, 2112:], normal(512).abs()
+        yield Case(
+            op="mla_values",
+            shape=f"B{batch} H{heads} R512 V128, gated",
+            ours=partial(mla_values, mixed, values, gate),
+            want=partial(mla_values_reference, mixed.float(), values.float(), gate.float()),
+            limit=8e-3,
+            bytes=2 * heads * (128 * 512 + batch * (512 + 2 * 128)),
+            flops=2 * batch * heads * 512 * 128,
+            peers={
+                "PyTorch product, then gate": partial(mla_values_reference, mixed, values, gate)
+            },
+        )
+        pool = normal(batch * 64, 576)
+        rows = torch.arange(batch, device="cuda") * 64
+
+        def ours(
+            c: torch.Tensor = c, shared: torch.Tensor = shared, norm: torch.Tensor = norm,
+            pool: torch.Tensor = pool, rows: torch.Tensor = rows,
+        ) -> torch.Tensor:  # fmt: skip
+            mla_store(c, shared, norm, 1e-6, pool, rows)
+            return pool[rows]
+
+        def want(
+            c: torch.Tensor = c, shared: torch.Tensor = shared, norm: torch.Tensor = norm,
+        ) -> torch.Tensor:  # fmt: skip
+            return torch.cat([rms_norm_reference(c.float(), norm.float(), 1e-6), shared], -1)
+
+        args = (c, shared, norm, 1e-6, pool, rows)
+        yield Case(
+            op="mla_store",
+            shape=f"B{batch} R512 P64, with norm",
+            ours=ours,
+            timed=partial(mla_store, *args),
+            want=want,
+            limit=8e-3,
+            bytes=2 * batch * 576 * 2,
+            flops=batch * 512 * 4,
+            peers={"PyTorch": partial(mla_store_reference, *args)},
         )
 
 

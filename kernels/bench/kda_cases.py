@@ -20,6 +20,7 @@ _DECODE_VARIANTS = (
     (32, 4, None),
     (64, 4, 168),
     (64, 8, 128),
+    (128, 4, None),
     (128, 16, None),
 )
 _PREFILL_VARIANTS = (

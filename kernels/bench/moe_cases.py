@@ -1,23 +1,30 @@
-"""K3's routed experts at real width: 896 experts in 4 bits, 16 a token, 3584 to 3072 and back."""
+"""K3's routed experts at real width: 896 experts in 4 bits, 16 a token, 3584 to 3072 and back.
+
+And the whole layer around them: router, latent projections, shared experts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from k3vl.kernels.bench.case import Case, normal
-from k3vl.kernels.moe import route
+from k3vl.kernels.choice import reference_kernels, triton_kernels
+from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu, plan_gpu, route_gpu
-from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, moe_experts_mxfp4
+from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.situ import SituGLU
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _E, _K, _L, _I = 896, 16, 3584, 3072
+_D, _S = 7168, 6144
 _BYTES_OF_ONE = 3 * _L * _I * 17 // 32  # 4 bits and one scale byte per 32
 _SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
@@ -74,7 +81,7 @@ def _want(
     stored: Mxfp4Experts,
     norm: torch.Tensor,
 ) -> torch.Tensor:
-    """The reference over the experts that are read; all of them do not fit in float32."""
+    """The reference over the experts that are read."""
     touched, places = chosen.unique(return_inverse=True)
     few = replace(
         stored,
@@ -83,8 +90,7 @@ def _want(
         w2=stored.w2[touched],
         w2_scale=stored.w2_scale[touched],
     )
-    total = moe_experts_mxfp4(x.float(), weights, places, few, _SITU)
-    return torch.nn.functional.rms_norm(total, (_L,), norm.float(), 1e-5)
+    return moe_experts(x.float(), weights, places, few, _SITU, norm.float(), 1e-5)
 
 
 def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -101,6 +107,77 @@ def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Callable[[], object]]
         return torch._grouped_mm(hidden, w2.mT, ends)
 
     return {"PyTorch grouped_mm over bfloat16 (sorted before; no weighted sum, no norm)": products}
+
+
+def layer_cases() -> Iterator[Case]:
+    """Router to sum, and whether the shared experts had better run beside the routed ones."""
+    weights = MoEWeights(
+        router=normal(_E, _D, dtype=torch.float32) / _D**0.5,
+        router_bias=normal(_E, dtype=torch.float32) * 0.01,
+        down=normal(_L, _D) / _D**0.5,
+        experts=_random_experts(),
+        norm=normal(_L).abs() + 0.5,
+        up=normal(_D, _L) / _L**0.5,
+        shared_gate_up=normal(2 * _S, _D) / _D**0.5,
+        shared_down=normal(_D, _S) / _S**0.5,
+        activation=_SITU,
+        top_k=_K,
+        renormalise=True,
+        scale=1.0,
+        eps=1e-5,
+    )
+    ours = triton_kernels("measured").latent_moe_mxfp4
+    plain = reference_kernels("compared with").latent_moe_mxfp4
+    assert isinstance(ours, ComposedLatentMoE)
+    assert plain is not None
+    always = _E * _D * 4 + (2 * _D * _L + 3 * _D * _S) * 2
+    for tokens in (1, 8, 32, 128, 2048, 8192):
+        x = normal(tokens, _D)
+        touched = _E * (1 - (1 - _K / _E) ** tokens)
+        yield Case(
+            op="latent_moe_mxfp4",
+            shape=f"T{tokens} D{_D}, 16 of 896 in 4 bits, shared {_S}",
+            ours=partial(ours, x, weights),
+            want=partial(plain, x.float(), _widened(weights)) if tokens <= 8 else None,
+            limit=8e-3,
+            bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
+            flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
+            variants={"shared experts on a second stream": partial(_beside, ours, x, weights)},
+        )
+
+
+def _beside(
+    layer: ComposedLatentMoE[Mxfp4Experts], x: torch.Tensor, weights: MoEWeights[Mxfp4Experts]
+) -> torch.Tensor:
+    """The layer with its shared experts on a second stream."""
+    w, here, beside = weights, torch.cuda.current_stream(), _second_stream()
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        shared = layer.gated_mlp(x, w.shared)
+    routed = layer.routed(x, w)
+    here.wait_stream(beside)
+    return routed + shared
+
+
+@cache
+def _second_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def _widened(weights: MoEWeights[Mxfp4Experts]) -> MoEWeights[Mxfp4Experts]:
+    """In float32, all but the packed experts."""
+    w = weights
+    assert w.down is not None
+    assert w.up is not None
+    assert w.norm is not None
+    return replace(
+        w,
+        down=plain(w.down).float(),
+        up=plain(w.up).float(),
+        norm=w.norm.float(),
+        shared_gate_up=plain(w.shared_gate_up).float(),
+        shared_down=plain(w.shared_down).float(),
+    )
 
 
 def route_cases() -> Iterator[Case]:

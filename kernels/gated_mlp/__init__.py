@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +16,22 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class GatedMLPWeights:
+    """What the op needs of a layer.
+
+    Attributes:
+        gate_up: [2 I, D], gate rows first.
+        down: [D, I].
+        activation: [N, 2 I] -> [N, I].
+    """
+
+    gate_up: Weight
+    down: Weight
+    activation: GatedActivation
 
 
 class GatedMLPOp(Protocol):
@@ -22,9 +39,7 @@ class GatedMLPOp(Protocol):
 
     Args:
         x: [N, D].
-        gate_up: [2 I, D], gate rows first.
-        down: [D, I].
-        activation: [N, 2 I] -> [N, I].
+        weights: of the layer.
 
     Returns:
         [N, D] in the dtype of ``x``.
@@ -33,13 +48,7 @@ class GatedMLPOp(Protocol):
         ShapeError: the shapes disagree.
     """
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: GatedActivation,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weights: GatedMLPWeights) -> torch.Tensor:
         """[N, D] -> [N, D]."""
 
 
@@ -49,26 +58,21 @@ class ComposedGatedMLP:
 
     glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor]
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: GatedActivation,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weights: GatedMLPWeights) -> torch.Tensor:
         """See :class:`GatedMLPOp`."""
-        check_shapes(x, gate_up, down)
-        return F.linear(self.glu(F.linear(x, gate_up), activation), down)
+        w = weights
+        check_shapes(x, w.gate_up, w.down)
+        return F.linear(self.glu(F.linear(x, plain(w.gate_up)), w.activation), plain(w.down))
 
 
-def check_shapes(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+def check_shapes(x: torch.Tensor, gate_up: Weight, down: Weight) -> None:
     """Refuse what does not belong together; for every implementation of the op.
 
     Raises:
         ShapeError: with the shapes.
     """
     width, inner = down.shape
-    if x.shape[1:] != (width,) or gate_up.shape != (2 * inner, width):
+    if x.shape[1:] != (width,) or tuple(gate_up.shape) != (2 * inner, width):
         raise ShapeError(
             f"gated_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, "
             f"down {tuple(down.shape)}"

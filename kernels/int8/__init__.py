@@ -8,6 +8,7 @@ Source: the ``int-quantized`` layout of compressed-tensors.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,27 @@ from k3vl.errors import ShapeError, WeightError
 
 LARGEST = 127
 """Codes lie in -127..127; -128 would have no positive twin."""
+
+COLUMNS = 16
+"""Products read codes in vectors of as many: groups are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weight:
+    """A matrix as a checkpoint stores it.
+
+    Attributes:
+        codes: [R, C] int8.
+        scales: [R, G] float32, for G equally wide groups of columns.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the decoded matrix."""
+        return tuple(self.codes.shape)
 
 
 def quantize_int8(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

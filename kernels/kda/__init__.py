@@ -63,10 +63,11 @@ def kda_decode(
         windows: [C, W-1, 3, K] in the model's dtype, the last inputs of the convolution, oldest
             first; those of ``cells`` advance in place.
         states: [C, K, K] float32, key channels first; those of ``cells`` advance in place.
-        cells: [B, H] int64, where each head of each sequence lies; all different.
+        cells: [B, H] int64, where each head of each sequence lies; all different. Those of a
+            padding row are below 0 (the compiled kernels for CPUs are given none).
 
     Returns:
-        [B, H K] in the dtype of ``gate``; float32 inside.
+        [B, H K] in the dtype of ``gate``; float32 inside. Padding rows are zero.
 
     Raises:
         ShapeError: the shapes disagree.

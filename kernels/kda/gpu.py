@@ -66,7 +66,7 @@ def kda_decode(
     warps: int = 4,
     registers: int | None = None,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`; cells of padding rows are -1, their output zero."""
+    """See :func:`k3vl.kernels.kda.kda_decode`."""
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape

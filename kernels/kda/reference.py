@@ -26,6 +26,11 @@ def kda_decode_reference(
     cells: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.kda.kda_decode`."""
+    real = cells[:, 0] >= 0
+    if not real.all():
+        inputs = (qkv[real], gate[real], decay[real], write[real])
+        out = kda_decode_reference(*inputs, weights, windows, states, cells[real])
+        return torch.zeros_like(gate).index_copy_(0, real.nonzero().squeeze(1), out)
     starts = torch.arange(qkv.shape[0] + 1, device=qkv.device)
     q, k, v, g, beta = _inputs(qkv, decay, write, weights, windows, cells, starts, starts[1:])
     state = states[cells]  # a copy [B, H, K, V], so the step may work in place

@@ -103,6 +103,8 @@ def kda_step_kernel(
     tiles = ()
     for i in tl.static_range(K // BV):
         tiles = tiles + (tl.load(p_state + i * BV),)  # noqa: RUF005
+    # Or the assembler, to save registers, asks for the state when the windows have come.
+    tl.debug_barrier()
     x = qkv + i_b * s_qkv + column
     p_window = windows + cell * s_window
     p_conv = conv + column * W

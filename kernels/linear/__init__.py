@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     import torch
 
+    from k3vl.kernels.weight import Weight
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+
+class LinearOp(Protocol):
+    """See :func:`linear`; ``weight`` is [O, D]."""
+
+    def __call__(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """[N, D] -> [N, O]."""
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Multiply every row of ``x`` by a matrix.
 
     Args:
@@ -26,10 +36,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ShapeError: the widths disagree.
     """
     check_shapes(x, weight)
-    return F.linear(x, weight)
+    return F.linear(x, plain(weight))
 
 
-def check_shapes(x: torch.Tensor, weight: torch.Tensor) -> None:
+def check_shapes(x: torch.Tensor, weight: Weight) -> None:
     """Refuse what does not belong together; for every implementation of the op.
 
     Raises:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from k3vl.kernels.compiled import address, compiled, product
+from k3vl.kernels.compiled import address, compiled, ints
 from k3vl.kernels.linear import check_shapes
+from k3vl.kernels.product import Table, Tables, matrix, product
+from k3vl.kernels.weight import Rows, Weight
 
 
-def linear_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See :func:`k3vl.kernels.linear.linear`."""
-    check_shapes(x, weight)
-    (rows, inner), outputs = x.shape, weight.shape[0]
-    out = torch.empty(rows, outputs)
-    if rows:
-        _linear(address(x), x.stride(0), rows, address(weight), inner, outputs, out.data_ptr())
-    return out
+class LinearCPU:
+    """See :func:`k3vl.kernels.linear.linear`; weights may be in pieces."""
+
+    def __init__(self) -> None:
+        """Nothing is known of any weight yet."""
+        self._tables: Tables[Rows] = Tables(lambda weight: Table(matrix(weight)))
+
+    def __call__(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """[N, D] -> [N, O]."""
+        check_shapes(x, weight)
+        rows, outputs = x.shape[0], weight.shape[0]
+        table = self._tables(weight) if isinstance(weight, Rows) else Table(matrix(weight))
+        out = torch.empty(rows, outputs)
+        _linear(address(x), x.stride(0), rows, table.address, out.data_ptr(), outputs)
+        return out
 
 
 @compiled
-def _linear(
-    x: int, x_stride: int, rows: int, weight: int, inner: int, outputs: int, out: int
-) -> None:
-    product(x, x_stride, rows, weight, inner, outputs, out, outputs)
+def _linear(x: int, x_stride: int, rows: int, table: int, out: int, outputs: int) -> None:
+    product(x, x_stride, rows, ints(table, 1)[0], out, outputs)

@@ -9,6 +9,8 @@ from k3vl.kernels.mla.reference import (
     mla_decode_reference,
     mla_prefill_latent_reference,
     mla_prefill_reference,
+    mla_store_reference,
+    mla_values_reference,
 )
 
 if TYPE_CHECKING:
@@ -69,20 +71,24 @@ def mla_decode(
     lengths: torch.Tensor,
     latent_width: int,
     scale: float,
+    page: int = 1,
 ) -> torch.Tensor:
     """Attend from one token of every sequence to its cached latents, without expanding them.
 
     Args:
         q: [B, H, R + P], the no-position query times ``W_K`` (R), then the shared part (P).
         latents: [S, R + P], every token slot of the paged cache.
-        rows: [B, L] int64, the cache rows of every sequence in order; padded with any valid row.
-        lengths: [B] int64, how many of them count, the current token among them.
+        rows: [B, L] int64, the cache rows at which the pages of every sequence begin, in order;
+            padded with any valid row.
+        lengths: [B] int64, how many tokens count, the current one among them; 0 is padding.
         latent_width: R.
         scale: of the scores.
+        page: tokens of a page, whose rows follow one another; with 1, ``rows`` are the tokens'.
 
     Returns:
         [B, H, R] mixtures of latents in the dtype of ``q``; scores and softmax in float32. Rows
-        past a sequence's length have no influence, whatever they hold (NaN included).
+        past a sequence's length have no influence, whatever they hold (NaN included); without any
+        the mixture is zero.
 
     Raises:
         ShapeError: the shapes disagree.
@@ -93,4 +99,84 @@ def mla_decode(
             f"mla_decode: q {tuple(q.shape)}, latents {tuple(latents.shape)}, "
             f"rows {tuple(rows.shape)}, lengths {tuple(lengths.shape)}, R {latent_width}"
         )
-    return mla_decode_reference(q, latents, rows, lengths, latent_width, scale)
+    return mla_decode_reference(q, latents, rows, lengths, latent_width, scale, page)
+
+
+def mla_store(
+    c: torch.Tensor,
+    shared: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Normalise new latents and write them into the cache, with the shared part behind each.
+
+    Args:
+        c: [N, R] and shared: [N, P], columns of the layer's projection.
+        norm_weight: [R] of the RMSNorm of ``c``.
+        eps: of that norm.
+        latents: [S, R + P], written at ``rows``.
+        rows: [N] int64, all different; below 0 is padding and written nowhere.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+    check_store(c, shared, norm_weight, latents, rows)
+    mla_store_reference(c, shared, norm_weight, eps, latents, rows)
+
+
+def check_store(
+    c: torch.Tensor,
+    shared: torch.Tensor,
+    norm_weight: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Refuse what does not belong together; for every implementation of :func:`mla_store`.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    width = c.shape[-1] + shared.shape[-1]
+    agree = c.shape[:1] == shared.shape[:1] == rows.shape and latents.shape[1:] == (width,)
+    if not agree or norm_weight.shape != c.shape[1:]:
+        raise ShapeError(
+            f"mla_store: c {tuple(c.shape)}, shared {tuple(shared.shape)}, norm "
+            f"{tuple(norm_weight.shape)}, latents {tuple(latents.shape)}, rows {tuple(rows.shape)}"
+        )
+
+
+def mla_values(
+    mixed: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None
+) -> torch.Tensor:
+    """Expand mixtures of latents to mixtures of values and gate them.
+
+    Args:
+        mixed: [B, H, R].
+        values: [H, V, R], every head's value rows.
+        gate: [B, H V] logits, whose sigmoid multiplies the result; None for no gate.
+
+    Returns:
+        [B, H V] in the dtype of ``mixed``.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+    check_values(mixed, values, gate)
+    return mla_values_reference(mixed, values, gate)
+
+
+def check_values(mixed: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None) -> None:
+    """Refuse what does not belong together; for every implementation of :func:`mla_values`.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    batch, heads, latent = mixed.shape
+    agree = values.shape[::2] == (heads, latent)
+    if not agree or (gate is not None and gate.shape != (batch, heads * values.shape[1])):
+        raise ShapeError(
+            f"mla_values: mixed {tuple(mixed.shape)}, values {tuple(values.shape)}, "
+            f"gate {None if gate is None else tuple(gate.shape)}"
+        )

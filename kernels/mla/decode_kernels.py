@@ -1,4 +1,7 @@
-"""Absorbed MLA decode over paged latents as two Triton kernels: parts of the context, their sum."""
+"""Absorbed MLA decode over paged latents as Triton kernels.
+
+New latents into the cache; parts of the context; their sum; mixtures of values, gated.
+"""
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -19,11 +22,13 @@ def mla_decode_kernel(
     s_qh,
     s_latents,
     s_rows,
+    s_page,
     scale,
     H,
     SPLITS,
     R: tl.constexpr,
     P: tl.constexpr,
+    PAGE: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -32,9 +37,10 @@ def mla_decode_kernel(
 ):
     """BH heads of one sequence over one part of its context.
 
-    A latent row is keys and values at once, so it is loaded once. ``scale`` includes the
-    logarithm's base. WHOLE: there is one part, which is the result. Else parts [B, H, SPLITS, R]
-    float32, normalised, and weights [B, H, SPLITS], log2 of their sums.
+    A latent row is keys and values at once, so it is loaded once. ``rows`` say where pages of PAGE
+    tokens begin. ``scale`` includes the logarithm's base. WHOLE: there is one part, which is the
+    result. Else parts [B, H, SPLITS, R] float32, normalised, and weights [B, H, SPLITS], log2 of
+    their sums.
     """
     i_h = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
@@ -55,15 +61,18 @@ def mla_decode_kernel(
     highest = tl.full([BH], float("-inf"), tl.float32)
     total = tl.zeros([BH], tl.float32)
     mixed = tl.zeros([BH, R], tl.float32)
-    p_rows = rows + i_b * s_rows + o_n
-    line = tl.load(p_rows + start, mask=start + o_n < end, other=0) * s_latents
+    p_rows = rows + i_b * s_rows
+    o_t = start + o_n
+    line = tl.load(p_rows + o_t // PAGE * s_page, mask=o_t < end, other=0) + o_t % PAGE
     for n in tl.range(start, end, BN, num_stages=STAGES):
         live = n + o_n < end
         # Where the next rows lie is asked for a whole block before they are.
-        following = tl.load(p_rows + n + BN, mask=n + BN + o_n < end, other=0) * s_latents
+        o_t = n + BN + o_n
+        following = tl.load(p_rows + o_t // PAGE * s_page, mask=o_t < end, other=0) + o_t % PAGE
         # Rows past the end are not read: 0 x NaN would be NaN.
-        b_c = tl.load(latents + line[:, None] + o_r[None, :], mask=live[:, None], other=0.0)
-        b_p = tl.load(latents + line[:, None] + o_p[None, :], mask=live[:, None], other=0.0)
+        p_line = latents + line[:, None] * s_latents
+        b_c = tl.load(p_line + o_r[None, :], mask=live[:, None], other=0.0)
+        b_p = tl.load(p_line + o_p[None, :], mask=live[:, None], other=0.0)
         s = tl.dot(b_q, tl.trans(b_c), input_precision=PRECISION)
         s = tl.dot(b_shared, tl.trans(b_p), s, input_precision=PRECISION)
         s = tl.where(live[None, :], s * scale, float("-inf"))
@@ -75,8 +84,10 @@ def mla_decode_kernel(
         highest = higher
         line = following
     if WHOLE:
+        # The highest score adds 1, so the sum is at least that; padding has none and gets zeros.
+        mixed /= tl.maximum(total, 1.0)[:, None]
         p_out = out + (i_b * H + o_h[:, None]) * R + o_r[None, :]
-        tl.store(p_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=exists)
+        tl.store(p_out, mixed.to(out.dtype.element_ty), mask=exists)
     elif start < length:
         at = (i_b * H + o_h) * SPLITS + i_s
         tl.store(parts + at[:, None] * R + o_r[None, :], mixed / total[:, None], mask=exists)
@@ -105,13 +116,13 @@ def mla_merge_kernel(
     at = (i_b.to(tl.int64) * H + tl.program_id(0)) * SPLITS
     length = tl.load(lengths + i_b).to(tl.int32)
     share = tl.cdiv(tl.cdiv(length, SPLITS), BN) * BN
-    filled = tl.cdiv(length, share)
+    filled = tl.cdiv(length, tl.maximum(share, 1))
     o_s = tl.arange(0, BS)
     o_p = tl.arange(0, BP)
     o_r = tl.program_id(2) * BR + tl.arange(0, BR)
     w = tl.load(weights + at + o_s, mask=o_s < filled, other=float("-inf"))
-    highest = tl.max(w, 0)
-    total = tl.sum(tl.exp2(w - highest), 0)
+    highest = tl.where(filled > 0, tl.max(w, 0), 0.0)  # of padding there are no parts
+    total = tl.maximum(tl.sum(tl.exp2(w - highest), 0), 1.0)
     mixed = tl.zeros([BR], tl.float32)
     for first in range(0, filled, BP):
         live = first + o_p < filled
@@ -121,3 +132,76 @@ def mla_merge_kernel(
         mixed += tl.sum(part * tl.exp2(sums - highest)[:, None], 0)
     p_out = out + (i_b.to(tl.int64) * H + tl.program_id(0)) * R + o_r
     tl.store(p_out, (mixed / total).to(out.dtype.element_ty))
+
+
+@triton.jit
+def mla_store_kernel(
+    c,
+    shared,
+    norm,
+    latents,
+    rows,
+    s_c,
+    s_shared,
+    s_latents,
+    eps,
+    R,
+    P,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """One program normalises the latent of one token and writes it with the shared part behind."""
+    i_n = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i_n)
+    if row < 0:
+        return
+    o_r = tl.arange(0, BR)
+    o_p = tl.arange(0, BP)
+    x = tl.load(c + i_n * s_c + o_r, mask=o_r < R, other=0.0).to(tl.float32)
+    tail = tl.load(shared + i_n * s_shared + o_p, mask=o_p < P, other=0.0)
+    weight = tl.load(norm + o_r, mask=o_r < R, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / R + eps) * weight
+    p_row = latents + row * s_latents
+    tl.store(p_row + o_r, x.to(latents.dtype.element_ty), mask=o_r < R)
+    tl.store(p_row + R + o_p, tail.to(latents.dtype.element_ty), mask=o_p < P)
+
+
+@triton.jit
+def mla_values_kernel(
+    mixed,
+    values,
+    gate,
+    out,
+    s_head,
+    s_value,
+    s_gate,
+    B,
+    H,
+    V,
+    R: tl.constexpr,
+    BB: tl.constexpr,
+    BV: tl.constexpr,
+    BR: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BV value channels of one head for BB sequences: product over R, times the gate."""
+    i_h = tl.program_id(0)
+    o_b = (tl.program_id(1) * BB + tl.arange(0, BB)).to(tl.int64)
+    o_v = tl.program_id(2) * BV + tl.arange(0, BV)
+    o_r = tl.arange(0, BR)
+    p_mixed = mixed + (o_b[:, None] * H + i_h) * R + o_r[None, :]
+    p_values = values + i_h.to(tl.int64) * s_head + o_v[:, None] * s_value + o_r[None, :]
+    inside = (o_b < B)[:, None] & (o_v < V)[None, :]
+    column = i_h * V + o_v[None, :]
+    acc = tl.zeros([BB, BV], tl.float32)
+    for r in tl.range(0, R, BR, num_stages=STAGES):
+        b_m = tl.load(p_mixed + r, mask=(o_b < B)[:, None], other=0.0)
+        b_v = tl.load(p_values + r, mask=(o_v < V)[:, None], other=0.0)
+        acc = tl.dot(b_m, tl.trans(b_v), acc, input_precision=PRECISION)
+    if GATED:
+        logits = tl.load(gate + o_b[:, None] * s_gate + column, mask=inside, other=0.0)
+        acc *= tl.sigmoid(logits.to(tl.float32))
+    p_out = out + o_b[:, None] * (H * V) + column
+    tl.store(p_out, acc.to(out.dtype.element_ty), mask=inside)

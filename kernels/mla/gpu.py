@@ -10,7 +10,13 @@ import triton
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla.decode_kernels import mla_decode_kernel, mla_merge_kernel
+from k3vl.kernels.mla import check_store, check_values
+from k3vl.kernels.mla.decode_kernels import (
+    mla_decode_kernel,
+    mla_merge_kernel,
+    mla_store_kernel,
+    mla_values_kernel,
+)
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -124,15 +130,16 @@ def mla_decode(
     lengths: torch.Tensor,
     latent_width: int,
     scale: float,
+    page: int = 1,
     *,
     shape: DecodeShape | None = None,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.mla.mla_decode`; every length is at least 1."""
+    """See :func:`k3vl.kernels.mla.mla_decode`."""
     batch, heads, width = q.shape
     shared = width - latent_width
     agree = width == latents.shape[-1] and rows.shape[0] == batch == lengths.shape[0]
     powers = all(w >= 16 and not w & (w - 1) for w in (latent_width, shared))
-    flat = all(x.stride(-1) == 1 for x in (q, latents, rows))
+    flat = all(x.stride(-1) == 1 for x in (q, latents))
     if not (agree and powers and flat):
         raise ShapeError(
             f"mla_decode: q {tuple(q.shape)}, latents {tuple(latents.shape)}, rows "
@@ -143,7 +150,7 @@ def mla_decode(
     if not batch:
         return out
     half = q.dtype != torch.float32
-    layout = shape or _decode_shape(batch, heads, rows.shape[1], half=half)
+    layout = shape or _decode_shape(batch, heads, rows.shape[1] * page, half=half)
     splits = layout.splits
     whole = splits == 1
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
@@ -158,12 +165,13 @@ def mla_decode(
         sums,
         *q.stride()[:2],
         latents.stride(0),
-        rows.stride(0),
+        *rows.stride(),
         scale / math.log(2),
         heads,
         splits,
         R=latent_width,
         P=shared,
+        PAGE=page,
         BH=layout.heads,
         BN=layout.latents,
         WHOLE=whole,
@@ -185,6 +193,81 @@ def mla_decode(
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
         )
+    return out
+
+
+def mla_store(
+    c: torch.Tensor,
+    shared: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """See :func:`k3vl.kernels.mla.mla_store`."""
+    check_store(c, shared, norm_weight, latents, rows)
+    if any(x.stride(-1) != 1 for x in (c, shared, latents, rows)):
+        raise ShapeError("mla_store: rows must be contiguous")
+    (tokens, latent), part = c.shape, shared.shape[1]
+    if tokens:
+        mla_store_kernel[(tokens,)](
+            c,
+            shared,
+            norm_weight,
+            latents,
+            rows,
+            c.stride(0),
+            shared.stride(0),
+            latents.stride(0),
+            eps,
+            latent,
+            part,
+            BR=triton.next_power_of_2(latent),
+            BP=triton.next_power_of_2(max(1, part)),
+            num_warps=1 if latent <= 512 else 4,
+        )
+
+
+def mla_values(
+    mixed: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_values`."""
+    check_values(mixed, values, gate)
+    batch, heads, latent = mixed.shape
+    width = values.shape[1]
+    flat = values.stride(2) == 1 and (gate is None or gate.stride(1) == 1)
+    if latent < 16 or latent & (latent - 1) or not flat:
+        raise ShapeError(
+            f"mla_values: values {tuple(values.shape)}: rows must be contiguous and R a power of "
+            "two, at least 16"
+        )
+    mixed = mixed.contiguous()
+    out = torch.empty(batch, heads * width, dtype=mixed.dtype, device=mixed.device)
+    if not batch:
+        return out
+    # Few sequences: the weights are all there is to read, by more programs than multiprocessors.
+    rows = min(64, max(16, triton.next_power_of_2(batch)))
+    columns = min(32 if batch <= 32 else 64, max(16, triton.next_power_of_2(width)))
+    half = mixed.dtype != torch.float32
+    mla_values_kernel[(heads, triton.cdiv(batch, rows), triton.cdiv(width, columns))](
+        mixed,
+        values,
+        mixed if gate is None else gate,
+        out,
+        *values.stride()[:2],
+        0 if gate is None else gate.stride(0),
+        batch,
+        heads,
+        width,
+        R=latent,
+        BB=rows,
+        BV=columns,
+        BR=min(latent, 128 if half else 32),
+        GATED=gate is not None,
+        PRECISION="tf32" if half else "tf32x3",
+        STAGES=3 if half else 1,
+        num_warps=4,
+    )
     return out
 
 

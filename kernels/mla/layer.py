@@ -1,4 +1,4 @@
-"""What an MLA layer asks for between its projections, and its composition from smaller ops.
+"""A whole MLA layer and the op between its projections: contracts, compositions from smaller ops.
 
 Decode stays in the latent space (absorbed form), and so does prefill while expanding the latents of
 the whole sequence into keys and values would cost more than its few queries save. All read one
@@ -8,14 +8,21 @@ cache of [c | k_r] rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.mla.reference import gated, mla_values_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
+
+    from k3vl.kernels.linear import LinearOp
+    from k3vl.kernels.sequences import Sequences
+    from k3vl.kernels.weight import Weight
 
 
 class DecodeOp(Protocol):
@@ -29,16 +36,34 @@ class DecodeOp(Protocol):
         lengths: torch.Tensor,
         latent_width: int,
         scale: float,
+        page: int,
     ) -> torch.Tensor:
         """[B, H, R]."""
 
 
+StoreOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], None]"
+"""See :func:`k3vl.kernels.mla.mla_store`."""
+ValuesOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
+"""See :func:`k3vl.kernels.mla.mla_values`."""
+
+
 class MLAOp(Protocol):
-    """Attention over cached latents, from queries to the mixtures of values.
+    """The cache of latents, and attention over it from queries to gated mixtures of values.
 
     ``kv_b`` [H, M + V, R] holds every head's key rows, then its value rows; a query is M values
     for those keys, then P for the part of the keys that all heads share.
     """
+
+    def store(
+        self,
+        c: torch.Tensor,
+        shared: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """Normalise and write new latents; see :func:`k3vl.kernels.mla.mla_store`."""
 
     def decode(
         self,
@@ -48,6 +73,8 @@ class MLAOp(Protocol):
         rows: torch.Tensor,
         lengths: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
+        page: int = 1,
     ) -> torch.Tensor:
         """One token of every sequence.
 
@@ -55,13 +82,16 @@ class MLAOp(Protocol):
             q: [B, H, M + P].
             kv_b: [H, M + V, R].
             latents: [S, R + P], every token slot of the paged cache.
-            rows: [B, L] int64, the cache rows of every sequence in order; padded with any valid
-                row.
-            lengths: [B] int64, how many of them count, the current token among them.
+            rows: [B, L] int64, the cache rows at which the pages of every sequence begin, in
+                order; padded with any valid row.
+            lengths: [B] int64, how many tokens count, the current one among them; 0 is padding,
+                whose result is zero.
             scale: of the scores, ``(M + P) ** -0.5``.
+            gate: [B, H V] logits, whose sigmoid multiplies the result; None for no gate.
+            page: tokens of a page.
 
         Returns:
-            [B, H, V] in the dtype of ``q``. Rows past a sequence's length have no influence,
+            [B, H V] in the dtype of ``q``. Rows past a sequence's length have no influence,
             whatever they hold.
 
         Raises:
@@ -75,6 +105,7 @@ class MLAOp(Protocol):
         latents: torch.Tensor,
         rows: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The last T tokens of one sequence.
 
@@ -82,13 +113,105 @@ class MLAOp(Protocol):
             q: [T, H, M + P].
             kv_b, latents, scale: as in :meth:`decode`.
             rows: [L] int64, the cache rows of the sequence in order, L >= T.
+            gate: [T, H V] or None.
 
         Returns:
-            [T, H, V] in the dtype of ``q``.
+            [T, H V] in the dtype of ``q``.
 
         Raises:
             ShapeError: the shapes disagree.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class MLALayerWeights:
+    """One layer's weights, in the model's dtype.
+
+    Attributes:
+        splits: rows of ``in_proj``: the query's rank (or the queries themselves), latent R, shared
+            key part P, output gate (H V, or 0 for no gate).
+        in_proj: [sum of splits, D].
+        q_norm: [rank] and q_b: [H (M + P), rank], norm and expansion of the query's low rank; None
+            where ``in_proj`` makes queries.
+        kv_norm: [R].
+        kv_b: [H, M + V, R]; see :class:`MLAOp`.
+        o_proj: [D, H V].
+        scale: of the scores.
+        eps: of both norms.
+    """
+
+    splits: tuple[int, int, int, int]
+    in_proj: Weight
+    q_norm: torch.Tensor | None
+    q_b: Weight | None
+    kv_norm: torch.Tensor
+    kv_b: torch.Tensor
+    o_proj: Weight
+    scale: float
+    eps: float
+
+
+class MLALayerOp(Protocol):
+    """A whole gated MLA layer: [N, D] -> [N, D] in the dtype of ``x``.
+
+    Args:
+        x: [N, D].
+        weights: of the layer.
+        latents: [S, R + P], every token slot of the paged cache; the new tokens' rows are written.
+        sequences: which rows belong to which sequence, and what each sees.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: MLALayerWeights,
+        latents: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor:
+        """[N, D] -> [N, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedMLALayer:
+    """The layer as a sequence of ops."""
+
+    linear: LinearOp
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attend: MLAOp
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: MLALayerWeights,
+        latents: torch.Tensor,
+        sequences: Sequences,
+    ) -> torch.Tensor:
+        """See :class:`MLALayerOp`."""
+        w, attend = weights, self.attend
+        q, c, k_shared, gate = self.linear(x, w.in_proj).split(w.splits, dim=-1)
+        if w.q_norm is not None and w.q_b is not None:
+            q = self.linear(self.rms_norm(q, w.q_norm, w.eps), w.q_b)
+        q = q.unflatten(-1, (w.kv_b.shape[0], -1))
+        attend.store(c, k_shared, w.kv_norm, w.eps, latents, sequences.cache_rows)
+
+        counts = (sequences.num_decodes, *sequences.prefill_lens)
+        gates = gate.split(counts) if w.splits[3] else (None,) * len(counts)
+        outputs = []
+        if n := sequences.num_decodes:
+            where = (sequences.decode_rows, sequences.decode_lens, w.scale)
+            outputs.append(
+                attend.decode(q[:n], w.kv_b, latents, *where, gate=gates[0], page=sequences.page)
+            )
+        parts = zip(
+            q[n:].split(sequences.prefill_lens), sequences.prefill_rows, gates[1:], strict=True
+        )
+        for q_i, rows, gate_i in parts:
+            outputs.append(attend.prefill(q_i, w.kv_b, latents, rows, w.scale, gate=gate_i))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.linear(out, w.o_proj)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +221,20 @@ class ComposedMLA:
     mla_decode: DecodeOp
     mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+    mla_store: StoreOp
+    mla_values: ValuesOp
+
+    def store(
+        self,
+        c: torch.Tensor,
+        shared: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        latents: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """See :class:`MLAOp`."""
+        self.mla_store(c, shared, norm_weight, eps, latents, rows)
 
     def decode(
         self,
@@ -107,12 +244,14 @@ class ComposedMLA:
         rows: torch.Tensor,
         lengths: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
+        page: int = 1,
     ) -> torch.Tensor:
         """Absorbed form; see :class:`MLAOp`."""
         latent, nope, _ = check_shapes(q, kv_b, latents)
         absorbed = _absorb(q, kv_b[:, :nope])
-        mixed = self.mla_decode(absorbed, latents, rows, lengths, latent, scale)
-        return _values(mixed, kv_b[:, nope:])
+        mixed = self.mla_decode(absorbed, latents, rows, lengths, latent, scale, page)
+        return self.mla_values(mixed, kv_b[:, nope:], gate)
 
     def prefill(
         self,
@@ -121,6 +260,7 @@ class ComposedMLA:
         latents: torch.Tensor,
         rows: torch.Tensor,
         scale: float,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The cheaper form for T queries; see :class:`MLAOp`."""
         latent, nope, shared = check_shapes(q, kv_b, latents)
@@ -129,12 +269,13 @@ class ComposedMLA:
         if q.shape[0] * (2 * latent + shared - q.shape[-1] - expanding + nope) < latent * expanding:
             absorbed = _absorb(q, kv_b[:, :nope])
             mixed = self.mla_prefill_latent(absorbed, context, latent, scale)
-            return _values(mixed, kv_b[:, nope:])
+            return mla_values_reference(mixed, kv_b[:, nope:], gate)
         c, k_shared = context.split([latent, shared], dim=-1)
         expanded = (c @ kv_b.flatten(0, 1).mT).unflatten(-1, (heads, -1))
         k, v = expanded.split([nope, expanding - nope], dim=-1)
         common = k_shared.unsqueeze(1).expand(-1, heads, -1)
-        return self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
+        out = self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
+        return gated(out.flatten(1), gate)
 
 
 def check_shapes(
@@ -158,13 +299,38 @@ def check_shapes(
     return latent, nope, shared
 
 
+def check_weights(weights: MLALayerWeights, width: int) -> None:
+    """Refuse what does not belong together.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    w = weights
+    (heads, expanding, latent), (rank, own, shared, gate) = w.kv_b.shape, w.splits
+    queries = rank if w.q_b is None else w.q_b.shape[0]
+    nope = queries // heads - shared
+    value = expanding - nope
+    agree = (
+        own == latent
+        and tuple(w.in_proj.shape) == (sum(w.splits), width)
+        and queries == heads * (nope + shared)
+        and 0 < nope < expanding
+        and (w.q_b is None or w.q_b.shape[1] == rank)
+        and (w.q_norm is None) == (w.q_b is None)
+        and (w.q_norm is None or w.q_norm.shape == (rank,))
+        and w.kv_norm.shape == (latent,)
+        and gate in (0, heads * value)
+        and tuple(w.o_proj.shape) == (width, heads * value)
+    )
+    if not agree:
+        raise ShapeError(
+            f"mla: D {width}, splits {w.splits}, in_proj {tuple(w.in_proj.shape)}, "
+            f"kv_b {tuple(w.kv_b.shape)}, o_proj {tuple(w.o_proj.shape)}"
+        )
+
+
 def _absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Queries [N, H, M + P] against keys -> queries [N, H, R + P] against latents."""
     q_nope, q_shared = q.split([keys.shape[1], q.shape[-1] - keys.shape[1]], dim=-1)
     absorbed = (q_nope.transpose(0, 1) @ keys).transpose(0, 1)
     return torch.cat([absorbed, q_shared], dim=-1)
-
-
-def _values(mixed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Mixtures of latents [N, H, R] -> mixtures of values [N, H, V]."""
-    return (mixed.transpose(0, 1) @ values.mT).transpose(0, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from k3vl.kernels.rms_norm.reference import rms_norm_reference
+
 
 def mla_prefill_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -44,12 +46,49 @@ def mla_decode_reference(
     lengths: torch.Tensor,
     latent_width: int,
     scale: float,
+    page: int = 1,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_decode`."""
+    rows = token_rows(rows, page)
     context = latents[rows]  # [B, L, R + P]
     past_end = torch.arange(rows.shape[1], device=q.device) >= lengths.unsqueeze(1)  # [B, L]
     # Unused rows may hold anything: 0 x NaN would still be NaN in the product with the values.
     context = context.masked_fill(past_end.unsqueeze(-1), 0.0)
     scores = (q @ context.mT).float() * scale
     weights = scores.masked_fill(past_end.unsqueeze(1), float("-inf")).softmax(-1)
+    weights = weights.masked_fill(past_end.unsqueeze(1), 0.0)  # of nothing the softmax is NaN
     return weights.to(q.dtype) @ context[..., :latent_width]
+
+
+def token_rows(rows: torch.Tensor, page: int) -> torch.Tensor:
+    """Where pages begin, [B, L] -> where tokens lie, [B, L page]."""
+    if page == 1:
+        return rows
+    return (rows.unsqueeze(-1) + torch.arange(page, device=rows.device)).flatten(1)
+
+
+def mla_store_reference(
+    c: torch.Tensor,
+    shared: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """See :func:`k3vl.kernels.mla.mla_store`."""
+    real = rows >= 0
+    new = torch.cat([rms_norm_reference(c, norm_weight, eps), shared], dim=-1)
+    latents[rows[real]] = new[real]
+
+
+def mla_values_reference(
+    mixed: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_values`."""
+    out = (mixed.transpose(0, 1) @ values.mT).transpose(0, 1)
+    return gated(out.flatten(1), gate)
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """K3's output gate, element by element before the output projection; Kimi-Linear has none."""
+    return x if gate is None else (x.float() * torch.sigmoid(gate.float())).to(x.dtype)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe.reference import moe_experts_reference, route_reference
+from k3vl.kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     import torch
 
+    from k3vl.kernels.moe.experts import Experts
     from k3vl.kernels.situ import GatedActivation
 
 
@@ -44,9 +46,10 @@ def moe_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    stored: Experts,
     activation: GatedActivation,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Sum the chosen experts' outputs, each ``w2 activation(w13 x)``, by their weights.
 
@@ -54,26 +57,42 @@ def moe_experts(
         x: [N, L].
         weights: [N, k] float32.
         experts: [N, k] int64.
-        w13: [E, 2 I, L], gate rows first.
-        w2: [E, L, I].
+        stored: the layer's experts, in any form.
         activation: [N, 2 I] -> [N, I].
+        norm: [L], weight of an RMSNorm of the sum; None for no norm.
+        eps: of the norm.
 
     Returns:
-        [N, L] in the dtype of ``x``; the sum is float32.
+        [N, L] in the dtype of ``x``; the sum is float32, and rounded before the norm.
 
     Raises:
         ShapeError: the shapes disagree.
     """
-    count, double_inner, latent = w13.shape
+    check_experts(x, weights, experts, stored, norm)
+    total = moe_experts_reference(x, weights, experts, stored, activation)
+    return total if norm is None else rms_norm(total, norm, eps)
+
+
+def check_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    stored: Experts,
+    norm: torch.Tensor | None,
+) -> None:
+    """Refuse what does not belong together; for every implementation of the op.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
     agree = (
-        x.shape[1:] == (latent,)
-        and w2.shape == (count, latent, double_inner // 2)
+        x.shape[1:] == (stored.latent,)
         and weights.shape == experts.shape
         and weights.shape[0] == x.shape[0]
+        and (norm is None or norm.shape == (stored.latent,))
     )
     if not agree:
         raise ShapeError(
             f"moe_experts: x {tuple(x.shape)}, weights {tuple(weights.shape)}, "
-            f"w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}"
+            f"experts {tuple(experts.shape)}, L {stored.latent}"
         )
-    return moe_experts_reference(x, weights, experts, w13, w2, activation)

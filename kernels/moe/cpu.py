@@ -6,81 +6,83 @@ experts is taken in the order of the experts, whoever else chose them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from numba import njit
 
-from k3vl.kernels.compiled import EXACT, address, alive, compiled, floats, product, sigmoid
+from k3vl.kernels.compiled import EXACT, address, alive, compiled, doubles, floats, ints, sigmoid
 from k3vl.kernels.gated_mlp.cpu import gated_mlp_rows
 from k3vl.kernels.moe.latent import check_shapes
+from k3vl.kernels.product import Table, Tables, matrices, matrix, product
 from k3vl.kernels.rms_norm.cpu import normalise
 from k3vl.kernels.situ import caps
 
 if TYPE_CHECKING:
+    from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import MoEWeights
 
+    CPUMoEWeights: TypeAlias = MoEWeights[FloatExperts | CodedExperts]
 
-def latent_moe_cpu(x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+
+class LatentMoECPU:
     """See :class:`k3vl.kernels.moe.latent.LatentMoEOp`."""
+
+    def __init__(self) -> None:
+        """Nothing is known of any weight yet."""
+        self._tables: Tables[CPUMoEWeights] = Tables(_table)
+
+    def __call__(self, x: torch.Tensor, weights: CPUMoEWeights) -> torch.Tensor:
+        """[N, D] -> [N, D]."""
+        where, (rows, width) = self._tables(weights).address, x.shape
+        if width != weights.router.shape[1]:
+            check_shapes(x, weights)  # which refuses
+        out = torch.empty(rows, width)
+        _latent_moe(address(x), x.stride(0), rows, where, out.data_ptr())
+        return out
+
+
+def _table(weights: CPUMoEWeights) -> Table:
     w = weights
-    check_shapes(x, w)
-    (experts, double, latent), (rows, width) = w.w13.shape, x.shape
-    assert w.w13.is_contiguous()
-    assert w.w2.is_contiguous()
-    out = torch.empty(rows, width)
-    _latent_moe(
-        *(address(x), x.stride(0), rows, width, address(w.router), address(w.router_bias)),
-        *(experts, w.top_k, w.renormalise, float(w.scale)),
-        *(0 if w.down is None else address(w.down), latent, address(w.w13), address(w.w2)),
-        *(double // 2, 0 if w.norm is None else address(w.norm), float(w.eps)),
-        *(0 if w.up is None else address(w.up), address(w.shared_gate_up)),
-        *(address(w.shared_down), w.shared_down.shape[1], *caps(w.activation)),
-        out.data_ptr(),
+    check_shapes(w.router, w)  # rows as wide as the model
+    w13, w2 = tuple(w.experts.w13), tuple(w.experts.w2)
+    return Table(
+        *(w.router.shape[1], len(w13), w.top_k, int(w.renormalise), float(w.scale)),
+        *(matrix(w.router), w.router_bias, w.down if w.down is None else matrix(w.down)),
+        *(w13[0].shape[1], matrices(w13), matrices(w2), w2[0].shape[1], w.norm, float(w.eps)),
+        *(w.up if w.up is None else matrix(w.up), matrix(w.shared_gate_up)),
+        *(matrix(w.shared_down), w.shared_down.shape[1], *caps(w.activation)),
     )
-    return out
 
 
 @compiled
-def _latent_moe(
-    x: int,
-    x_stride: int,
-    rows: int,
-    width: int,
-    router: int,
-    router_bias: int,
-    experts: int,
-    top_k: int,
-    renormalise: bool,
-    scale: float,
-    down: int,
-    latent: int,
-    w13: int,
-    w2: int,
-    inner: int,
-    norm: int,
-    eps: float,
-    up: int,
-    shared_gate_up: int,
-    shared_down: int,
-    shared: int,
-    beta: float,
-    linear_beta: float,
-    out: int,
-) -> None:
+def _latent_moe(x: int, x_stride: int, rows: int, table: int, out: int) -> None:
+    w, numbers = ints(table, 20), doubles(table, 20)
+    width, experts, top_k, renormalise, scale = w[0], w[1], w[2], w[3] != 0, numbers[4]
+    router, router_bias, down, latent, w13, w2, inner = w[5], w[6], w[7], w[8], w[9], w[10], w[11]
+    norm, eps, up, shared_gate_up, shared_down, shared = (
+        w[12],
+        numbers[13],
+        w[14],
+        w[15],
+        w[16],
+        w[17],
+    )
+    beta, linear_beta = numbers[18], numbers[19]
+
     logits = np.empty((rows, experts), np.float32)
-    product(x, x_stride, rows, router, width, experts, logits.ctypes.data, experts)
+    product(x, x_stride, rows, router, logits.ctypes.data, experts)
     shares = _route(logits, floats(router_bias, experts), top_k, renormalise, np.float32(scale))
 
     inputs, stride = x, x_stride
     projected = np.empty((rows if down != 0 else 0, latent), np.float32)
     if down != 0:
         inputs, stride = projected.ctypes.data, latent
-        product(x, x_stride, rows, down, width, latent, inputs, latent)
+        product(x, x_stride, rows, down, inputs, latent)
     total = np.zeros((rows, latent), np.float32)
     for e in range(experts):
-        matrices = w13 + 4 * e * 2 * inner * latent, w2 + 4 * e * latent * inner
+        matrices = ints(w13, experts)[e], ints(w2, experts)[e]
         _expert(inputs, stride, shares[:, e], matrices, inner, beta, linear_beta, total)
     if norm != 0:
         for r in range(rows):
@@ -93,7 +95,7 @@ def _latent_moe(
     routed = total
     if up != 0:
         routed = np.empty((rows, width), np.float32)
-        product(total.ctypes.data, latent, rows, up, latent, width, routed.ctypes.data, width)
+        product(total.ctypes.data, latent, rows, up, routed.ctypes.data, width)
     for r in range(rows):
         to = floats(out + 4 * r * width, width)
         for i in range(width):

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.moe import check_experts
 from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
 from k3vl.kernels.moe.experts_kernel import (
     combine_kernel,
@@ -26,6 +27,7 @@ from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, p
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
+    from k3vl.kernels.moe.experts import FloatExperts
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
 
@@ -132,40 +134,23 @@ def moe_experts_mxfp4_gpu(
     experts: torch.Tensor,
     stored: Mxfp4Experts,
     activation: GatedActivation,
-    *,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """The chosen experts' sum, and K3's norm of it where a weight is given.
+    """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
-    Args:
-        x: [N, L] bfloat16 (any floating dtype in the interpreter).
-        weights: [N, k] float32.
-        experts: [N, k] int64.
-        stored: the layer's experts.
-        activation: the gated activation, fused between the two products.
-        norm: [L] weight of the RMSNorm behind the sum, or None.
-        eps: of that norm.
-
-    Returns:
-        [N, L] in the dtype of ``x``. What a token gets does not depend on what the others are, only
-        on how many share its experts: tiles of another width add in another order (float32).
-
-    Raises:
-        ShapeError: the shapes disagree.
+    ``x`` is bfloat16 (any floating dtype in the interpreter). What a token gets does not depend on
+    what the others are, only on how many share its experts: tiles of another width add in another
+    order (float32).
     """
+    check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
     latent, inner = stored.latent, stored.inner
-    if x.shape != (tokens, latent) or weights.shape != experts.shape:
-        raise ShapeError(
-            f"moe_experts_mxfp4: x {tuple(x.shape)}, weights {tuple(weights.shape)}, "
-            f"experts {tuple(experts.shape)}, L {latent}"
-        )
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
     plan = plan_gpu(experts, stored.count)
-    split = x.view(tokens, latent // 8, 8).transpose(1, 2).contiguous()
+    split = x.unflatten(1, (-1, 8)).transpose(1, 2).contiguous()
     hidden = x.new_empty(tokens * top_k, inner)
     outputs = x.new_empty(tokens * top_k, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
@@ -190,37 +175,34 @@ def moe_experts_gpu(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    stored: FloatExperts,
     activation: GatedActivation,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` without waiting for the device."""
+    check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
-    count, double, latent = w13.shape
-    inner = double // 2
-    if x.shape != (tokens, latent) or weights.shape != experts.shape or w2.shape[1] != latent:
-        raise ShapeError(
-            f"moe_experts: x {tuple(x.shape)}, weights {tuple(weights.shape)}, "
-            f"w13 {tuple(w13.shape)}, w2 {tuple(w2.shape)}"
-        )
+    latent, inner = stored.latent, stored.inner
+    x = x.contiguous()
     out = torch.empty_like(x)
     if not tokens:
         return out
-    plan = plan_gpu(experts, count)
+    plan = plan_gpu(experts, stored.count)
     hidden = x.new_empty(tokens * top_k, inner)
     outputs = x.new_empty(tokens * top_k, latent)
     for width, tiles in plan.tiles.items():
         shape = _dense_shape(width)
         gate_up_dense_kernel[(triton.cdiv(inner, DENSE.features), tiles.expert.numel())](
-            x, w13, *_lists(plan, tiles), hidden, top_k, *caps(activation),
+            x, stored.w13, *_lists(plan, tiles), hidden, top_k, *caps(activation),
             WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU), **shape,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
         shape = _dense_shape(width)
         down_dense_kernel[(triton.cdiv(latent, DENSE.features), tiles.expert.numel())](
-            hidden, w2, *_lists(plan, tiles), outputs, INNER=inner, WIDTH=latent, **shape,
+            hidden, stored.w2, *_lists(plan, tiles), outputs, INNER=inner, WIDTH=latent, **shape,
         )  # fmt: skip
-    _combine(outputs, weights, None, 0.0, out)
+    _combine(outputs, weights, norm, eps, out)
     return out
 
 

@@ -7,29 +7,37 @@ add the shared experts. Source: Kimi K3 report, Stable LatentMoE; ``modeling_kim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.gated_mlp import GatedMLPWeights
+from k3vl.kernels.moe.experts import Experts
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
+
+E = TypeVar("E", bound=Experts)
+E_co = TypeVar("E_co", bound=Experts, covariant=True)
+E_contra = TypeVar("E_contra", bound=Experts, contravariant=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MoEWeights:
-    """One layer's weights, in the model's dtype but for the router, and how it routes.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class MoEWeights(Generic[E_co]):
+    """One layer's weights and how it routes.
+
+    In the model's dtype, but for the router and the routed experts.
 
     Attributes:
         router: [E, D] and router_bias: [E], float32 whatever the model's dtype.
         down: [L, D] and up: [D, L], to and from the latent; None where L is D.
-        w13: [E, 2 I, L], gate rows first, and w2: [E, L, I].
+        experts: the routed ones, in the form that the op takes.
         norm: [L], of the experts' sum; None for no norm.
         shared_gate_up: [2 S, D] and shared_down: [D, S], the shared experts as one gated MLP.
         activation: of all experts.
@@ -41,28 +49,34 @@ class MoEWeights:
 
     router: torch.Tensor
     router_bias: torch.Tensor
-    down: torch.Tensor | None
-    w13: torch.Tensor
-    w2: torch.Tensor
+    down: Weight | None
+    experts: E_co
     norm: torch.Tensor | None
-    up: torch.Tensor | None
-    shared_gate_up: torch.Tensor
-    shared_down: torch.Tensor
+    up: Weight | None
+    shared_gate_up: Weight
+    shared_down: Weight
     activation: GatedActivation
     top_k: int
     renormalise: bool
     scale: float
     eps: float
 
+    @property
+    def shared(self) -> GatedMLPWeights:
+        """The shared experts as one gated MLP."""
+        return GatedMLPWeights(
+            gate_up=self.shared_gate_up, down=self.shared_down, activation=self.activation
+        )
 
-class LatentMoEOp(Protocol):
-    """A whole MoE layer: [N, D] -> [N, D] in the dtype of ``x``.
+
+class LatentMoEOp(Protocol[E_contra]):
+    """A whole MoE layer over experts of one form: [N, D] -> [N, D] in the dtype of ``x``.
 
     Raises:
         ShapeError: the shapes disagree.
     """
 
-    def __call__(self, x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weights: MoEWeights[E_contra]) -> torch.Tensor:
         """[N, D] -> [N, D]."""
 
 
@@ -81,7 +95,7 @@ class RouteOp(Protocol):
         """Weights and experts, [N, top_k] each."""
 
 
-class ExpertsOp(Protocol):
+class ExpertsOp(Protocol[E_contra]):
     """See :func:`k3vl.kernels.moe.moe_experts`."""
 
     def __call__(
@@ -89,26 +103,31 @@ class ExpertsOp(Protocol):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        stored: E_contra,
         activation: GatedActivation,
+        norm: torch.Tensor | None,
+        eps: float,
     ) -> torch.Tensor:
         """[N, L]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComposedLatentMoE:
+class ComposedLatentMoE(Generic[E]):
     """The layer as a sequence of ops."""
 
     route: RouteOp
-    moe_experts: ExpertsOp
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    moe_experts: ExpertsOp[E]
     gated_mlp: GatedMLPOp
 
-    def __call__(self, x: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
         """See :class:`LatentMoEOp`."""
         w = weights
         check_shapes(x, w)
+        return self.routed(x, w) + self.gated_mlp(x, w.shared)
+
+    def routed(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
+        """The layer without its shared experts, [N, D] -> [N, D]."""
+        w = weights
         chosen, experts = self.route(
             F.linear(x.float(), w.router),
             w.router_bias,
@@ -116,38 +135,33 @@ class ComposedLatentMoE:
             renormalise=w.renormalise,
             scale=w.scale,
         )
-        routed = x if w.down is None else F.linear(x, w.down)
-        routed = self.moe_experts(routed, chosen, experts, w.w13, w.w2, w.activation)
-        if w.norm is not None:
-            routed = self.rms_norm(routed, w.norm, w.eps)
-        if w.up is not None:
-            routed = F.linear(routed, w.up)
-        return routed + self.gated_mlp(x, w.shared_gate_up, w.shared_down, w.activation)
+        latent = x if w.down is None else F.linear(x, plain(w.down))
+        total = self.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
+        return total if w.up is None else F.linear(total, plain(w.up))
 
 
-def check_shapes(x: torch.Tensor, weights: MoEWeights) -> None:
+def check_shapes(x: torch.Tensor, weights: MoEWeights[E]) -> None:
     """Refuse what does not belong together; for every implementation of the layer.
 
     Raises:
         ShapeError: with the shapes.
     """
     w = weights
-    (experts, double, latent), width = w.w13.shape, x.shape[1]
+    experts, latent, width = w.experts.count, w.experts.latent, x.shape[1]
     shared = w.shared_down.shape[1]
     agree = (
         w.router.shape == (experts, width)
         and w.router_bias.shape == (experts,)
         and 0 < w.top_k <= experts
-        and w.w2.shape == (experts, latent, double // 2)
-        and (latent == width if w.down is None else w.down.shape == (latent, width))
-        and (latent == width if w.up is None else w.up.shape == (width, latent))
+        and (latent == width if w.down is None else tuple(w.down.shape) == (latent, width))
+        and (latent == width if w.up is None else tuple(w.up.shape) == (width, latent))
         and (w.norm is None or w.norm.shape == (latent,))
-        and w.shared_gate_up.shape == (2 * shared, width)
-        and w.shared_down.shape == (width, shared)
+        and tuple(w.shared_gate_up.shape) == (2 * shared, width)
+        and tuple(w.shared_down.shape) == (width, shared)
     )
     if not agree:
         raise ShapeError(
             f"latent_moe: x {tuple(x.shape)}, router {tuple(w.router.shape)}, "
-            f"top_k {w.top_k}, w13 {tuple(w.w13.shape)}, w2 {tuple(w.w2.shape)}, "
+            f"top_k {w.top_k}, E {experts}, L {latent}, "
             f"shared {tuple(w.shared_gate_up.shape)} and {tuple(w.shared_down.shape)}"
         )

@@ -6,16 +6,15 @@ Source: Kimi K3's checkpoint (``mxfp4-pack-quantized``); ``kernels/mxfp4`` has t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal, TypeAlias
 
 import torch
 
 from k3vl.errors import ShapeError, WeightError
-from k3vl.kernels.moe.reference import moe_experts_reference
-from k3vl.kernels.mxfp4 import dequantize_mxfp4
+from k3vl.kernels.mxfp4 import GROUP_SIZE, dequantize_mxfp4
 
-if TYPE_CHECKING:
-    from k3vl.kernels.situ import GatedActivation
+Part: TypeAlias = Literal["gate", "up", "down"]
+"""One of an expert's three matrices: w1, w3 and w2 of the checkpoint."""
 
 LARGEST_SCALE = 128
 """Scale bytes above it (weights over 12) would overflow the bfloat16 factor of the fast decoder."""
@@ -46,6 +45,41 @@ class Mxfp4Experts:
     w2: torch.Tensor
     w2_scale: torch.Tensor
 
+    def __post_init__(self) -> None:
+        (count, double, words), latent = self.w13.shape, self.w2.shape[1]
+        inner = double // 2
+        agree = (
+            not inner % GROUP_SIZE
+            and not latent % GROUP_SIZE
+            and words == latent // 8
+            and self.w13_scale.shape == (count, double, latent // GROUP_SIZE)
+            and self.w2.shape == (count, latent, inner // 8)
+            and self.w2_scale.shape == (count, latent, inner // GROUP_SIZE)
+        )
+        if not agree:
+            raise ShapeError(
+                f"experts: w13 {tuple(self.w13.shape)} with scale {tuple(self.w13_scale.shape)}, "
+                f"w2 {tuple(self.w2.shape)} with scale {tuple(self.w2_scale.shape)}"
+            )
+
+    @classmethod
+    def empty(cls, count: int, latent: int, inner: int, device: torch.device) -> Mxfp4Experts:
+        """Memory for a layer's experts; what is in it is not defined.
+
+        Raises:
+            ShapeError: a width is no multiple of 32.
+        """
+
+        def make(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            w13=make(torch.int32, count, 2 * inner, latent // 8),
+            w13_scale=make(torch.uint8, count, 2 * inner, latent // GROUP_SIZE),
+            w2=make(torch.int32, count, latent, inner // 8),
+            w2_scale=make(torch.uint8, count, latent, inner // GROUP_SIZE),
+        )
+
     @property
     def count(self) -> int:
         """E."""
@@ -61,48 +95,94 @@ class Mxfp4Experts:
         """L."""
         return self.w2.shape[1]
 
+    def gate_up(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """One expert's way in, decoded: [2 I, L], gate rows first."""
+        packed = _in_order(unpack_words(self.w13[expert]), halves=2)
+        scale = _in_order(self.w13_scale[expert], halves=2)
+        return dequantize_mxfp4(packed, scale, dtype=dtype)
 
-def by_class(width: int, device: torch.device | None = None) -> torch.Tensor:
-    """Place in the split order -> column: all columns 8 j, then all 8 j + 1, ...; [width] int64."""
-    return torch.arange(width, device=device).view(-1, 8).mT.flatten()
+    def down(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """One expert's way back, decoded: [L, I]."""
+        return dequantize_mxfp4(unpack_words(self.w2[expert]), self.w2_scale[expert], dtype=dtype)
+
+    def put(self, expert: int, part: Part, packed: torch.Tensor, scale: torch.Tensor) -> None:
+        """Store one matrix as a checkpoint has it; rearranged on the experts' own device.
+
+        Args:
+            expert: which one.
+            part: which of its matrices.
+            packed: [R, C / 2] uint8.
+            scale: [R, C / 32] uint8.
+
+        Raises:
+            WeightError: a scale is out of range.
+        """
+        if (largest := int(scale.max())) > LARGEST_SCALE:
+            raise WeightError(
+                f"expert {expert}: {part} has a scale byte of {largest}; "
+                f"up to {LARGEST_SCALE} can be decoded"
+            )
+        words, scales = self._place(expert, part)
+        # A copy of its own: a mapped file's bytes may begin anywhere, words may not.
+        packed = torch.empty(packed.shape, dtype=torch.uint8, device=words.device).copy_(packed)
+        scale = scale.to(words.device)
+        if part != "down":
+            packed, scale = _by_class(packed), _by_class(scale)
+        words.copy_(pack_words(packed))
+        scales.copy_(scale)
+
+    def taken(self, expert: int, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """What :meth:`put` was given, on the experts' device."""
+        words, scale = self._place(expert, part)
+        packed = unpack_words(words)
+        return (packed, scale) if part == "down" else (_in_order(packed), _in_order(scale))
+
+    def _place(self, expert: int, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        if part == "down":
+            return self.w2[expert], self.w2_scale[expert]
+        rows = slice(0, self.inner) if part == "gate" else slice(self.inner, None)
+        return self.w13[expert, rows], self.w13_scale[expert, rows]
 
 
-def _row_order(inner: int, device: torch.device) -> torch.Tensor:
-    """Stored row -> checkpoint row of ``w13``, [2 I] int64."""
-    one = by_class(inner, device)
-    return torch.cat([one, one + inner])
+def _by_class(rows: torch.Tensor) -> torch.Tensor:
+    """Rows 8 j + n by n, then j."""
+    return rows.unflatten(0, (-1, 8)).transpose(0, 1).flatten(0, 1)
+
+
+def _in_order(rows: torch.Tensor, *, halves: int = 1) -> torch.Tensor:
+    """The way back from :func:`_by_class`, in each of so many parts."""
+    return rows.unflatten(0, (halves, 8, -1)).transpose(1, 2).flatten(0, 2)
+
+
+_MOVES = ((0x0008, 12), (0x0007, 6), (0x0080, 5), (0xC070, -1), (0x3800, -2), (0x0700, -8))
+"""Bits of a half word of four codes, and how far to the left they go; every bit is in one."""
 
 
 def pack_words(packed: torch.Tensor) -> torch.Tensor:
     """A checkpoint's bytes [..., C / 2] as stored words [..., C / 8] int32; C in steps of 32."""
-    words = packed.contiguous().view(torch.int32).unflatten(-1, (-1, 2))
-    first, second = words.unbind(-1)
-    stored = torch.zeros_like(words)
-    for n in range(8):
-        codes = ((first >> 4 * n) & 15) | (((second >> 4 * n) & 15) << 16)
-        sign, size = codes & 0x00080008, codes & 0x00070007
-        if n % 4 < 3:
-            field = (sign << 12 - 3 * (n % 4)) | (size << 6 - 3 * (n % 4))
-        else:
-            field = (sign << 11) | ((size & 0x00040004) << 11) | ((size & 0x00030003) << 10)
-        stored[..., n // 4] |= field
-    return stored.flatten(-2)
+    first, second = packed.contiguous().view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+    low = (first & 0xFFFF) | (second << 16)
+    high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    return torch.stack([_moved(low), _moved(high)], -1).flatten(-2)
 
 
 def unpack_words(stored: torch.Tensor) -> torch.Tensor:
     """What :func:`pack_words` was given, [..., C / 2] uint8."""
-    u = stored.unflatten(-1, (-1, 2))
-    words = torch.zeros_like(u)
-    for n in range(8):
-        field = u[..., n // 4]
-        for half in range(2):
-            bits = field >> 16 * half
-            if n % 4 < 3:
-                sign, size = bits >> 15 - 3 * (n % 4), bits >> 6 - 3 * (n % 4)
-            else:
-                sign, size = bits >> 14, ((bits >> 11) & 4) | ((bits >> 10) & 3)
-            words[..., half] |= (((sign & 1) << 3) | (size & 7)) << 4 * n
-    return words.flatten(-2).contiguous().view(torch.uint8)
+    low, high = (_moved(u, back=True) for u in stored.unflatten(-1, (-1, 2)).unbind(-1))
+    first = (low & 0xFFFF) | (high << 16)
+    second = ((low >> 16) & 0xFFFF) | (high & -0x10000)
+    return torch.stack([first, second], -1).flatten(-2).view(torch.uint8)
+
+
+def _moved(u: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """Every bit of both halves at its other place."""
+    out = torch.zeros_like(u)
+    for mask, left in _MOVES:
+        there = mask << left if left > 0 else mask >> -left
+        by, kept = (-left, mask) if back else (left, there)
+        both = (kept | kept << 16) - (kept >> 15 << 32)  # as a signed number
+        out |= (u << by if by > 0 else u >> -by) & both
+    return out
 
 
 def prepare_experts(
@@ -123,66 +203,18 @@ def prepare_experts(
     experts, double, half = w13.shape
     inner, latent = double // 2, half * 2
     agree = (
-        inner % 32 == 0
-        and latent % 32 == 0
-        and w13_scale.shape == (experts, double, latent // 32)
+        w13_scale.shape == (experts, double, latent // GROUP_SIZE)
         and w2.shape == (experts, latent, inner // 2)
-        and w2_scale.shape == (experts, latent, inner // 32)
+        and w2_scale.shape == (experts, latent, inner // GROUP_SIZE)
     )
     if not agree:
         raise ShapeError(
             f"prepare_experts: w13 {tuple(w13.shape)} with scale {tuple(w13_scale.shape)}, "
             f"w2 {tuple(w2.shape)} with scale {tuple(w2_scale.shape)}"
         )
-    for name, scale in (("w13", w13_scale), ("w2", w2_scale)):
-        if int(scale.max()) > LARGEST_SCALE:
-            raise WeightError(
-                f"an expert's {name} has a scale byte of {int(scale.max())}; "
-                f"up to {LARGEST_SCALE} can be decoded"
-            )
-    rows = _row_order(inner, w13.device)
-    return Mxfp4Experts(
-        w13=_pack_by_expert(w13, rows),
-        w13_scale=w13_scale.index_select(1, rows),
-        w2=_pack_by_expert(w2, None),
-        w2_scale=w2_scale.contiguous(),
-    )
-
-
-def _pack_by_expert(packed: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Few experts at a time: the temporaries are ten times as large as they are."""
-    pieces = (part if rows is None else part.index_select(1, rows) for part in packed.split(16))
-    return torch.cat([pack_words(piece) for piece in pieces])
-
-
-def moe_experts_mxfp4(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    stored: Mxfp4Experts,
-    activation: GatedActivation,
-) -> torch.Tensor:
-    """:func:`k3vl.kernels.moe.moe_experts` on weights in 4 bits; decodes all of them first.
-
-    Args:
-        x: [N, L].
-        weights: [N, k] float32.
-        experts: [N, k] int64.
-        stored: the layer's experts.
-        activation: the gated activation.
-
-    Returns:
-        [N, L] in the dtype of ``x``; the sum is float32.
-
-    Raises:
-        ShapeError: the shapes disagree.
-    """
-    if x.shape[1:] != (stored.latent,) or weights.shape != experts.shape:
-        raise ShapeError(
-            f"moe_experts_mxfp4: x {tuple(x.shape)}, weights {tuple(weights.shape)}, "
-            f"experts {tuple(experts.shape)}, L {stored.latent}"
-        )
-    w13 = dequantize_mxfp4(unpack_words(stored.w13), stored.w13_scale, dtype=x.dtype)
-    w13 = w13[:, _row_order(stored.inner, x.device).argsort()]
-    w2 = dequantize_mxfp4(unpack_words(stored.w2), stored.w2_scale, dtype=x.dtype)
-    return moe_experts_reference(x, weights, experts, w13, w2, activation)
+    stored = Mxfp4Experts.empty(experts, latent, inner, w13.device)
+    for e in range(experts):
+        stored.put(e, "gate", w13[e, :inner], w13_scale[e, :inner])
+        stored.put(e, "up", w13[e, inner:], w13_scale[e, inner:])
+        stored.put(e, "down", w2[e], w2_scale[e])
+    return stored

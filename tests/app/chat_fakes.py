@@ -45,6 +45,7 @@ class ScriptedBackend:
     """Sends the next script's tokens, ``delay`` seconds apart, until it is cancelled.
 
     The last script is used again and again; a word of ``by_word`` in the prompt chooses another.
+    ``#`` in a script is the request's number, which tells equal answers apart.
     ``running`` holds the requests that are being served, ``held`` the media that are encoded.
     """
 
@@ -73,7 +74,7 @@ class ScriptedBackend:
         script = self.scripts[min(number, len(self.scripts) - 1)]
         asked = self.asked()
         script = next((text for word, text in self.by_word.items() if word in asked), script)
-        ids = TOKENIZER.encode_segment(script, allow_special=True)
+        ids = TOKENIZER.encode_segment(script.replace("#", str(number)), allow_special=True)
         self.running.add(number)
         threading.Thread(target=self._send, args=(number, ids, sink), daemon=True).start()
         return number

@@ -51,6 +51,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 if __name__ == "__main__":
     if FAKE.get("dies"):
         sys.exit(3)
+    if FAKE.get("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A scheduler: another process, which must not outlive the launcher.
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(FAKE["pids"]).write_text(f"{os.getpid()} {helper.pid}")

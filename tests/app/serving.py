@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from k3vl.pipeline import Pipeline
 from k3vl.types import ChatOptions
 from k3vl.vision.processor import MediaProcessor
 from k3vl.xtml.tokenizer import load_tokenizer
+from tests.timing import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,14 +109,6 @@ def fake_pipeline(backend: Any, **options: Any) -> Pipeline:
         name="demo",
         context_length=4096,
     )
-
-
-def until(holds: Any, seconds: float = 60.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:

@@ -61,6 +61,14 @@ def test_a_list_on_standard_input(tmp_path: Path) -> None:
     assert "no pictures or clips there: -" in run("-", stdin="").stderr
 
 
+def test_an_empty_name_is_not_this_folder(tmp_path: Path, monkeypatch) -> None:
+    picture(tmp_path / "a.png")
+    monkeypatch.chdir(tmp_path)
+    result = run("")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "an empty path" in result.stderr
+
+
 # ------------------------------------------------------------------ tables
 
 
@@ -96,6 +104,60 @@ def test_csv_with_a_column_map(tmp_path: Path) -> None:
         ("k1", "old\n1!"),
     ]
     assert "expected FIELD=COLUMN" in run(table, "--column=x").stderr
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_csv_as_spreadsheets_write_it(delimiter: str, encoding: str, tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    lines = (["path", "tags"], ["a.png", '"r\u00f6t" ; a, b | c\td'], ["a.png", ""])
+    with (tmp_path / "t.csv").open("w", newline="", encoding=encoding) as file:
+        csv.writer(file, delimiter=delimiter).writerows(lines)
+    result = run(tmp_path / "t.csv", "--json", "--prompt=Tags: {tags}.")
+    assert found(result)[0]["prompt"] == f"Tags: {lines[1][1]}."
+
+
+def test_one_column_has_no_delimiter(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text("path\na.png\n")
+    assert names(run(tmp_path / "t.csv", "--json")) == ["a.png"]
+
+
+def test_a_quote_without_an_end_swallows_no_row(tmp_path: Path) -> None:
+    pictures(tmp_path, 3)
+    (tmp_path / "t.csv").write_text('path,x\n00000.png,1\n00001.png,"torn\n00002.png,3\n')
+    first, second = found(run(tmp_path / "t.csv", "--json"))
+    assert "caption" in first
+    assert (second["id"], second["code"]) == (f"{tmp_path}/t.csv:2", "row_invalid")
+    assert "unexpected end of data" in second["error"]
+
+
+@pytest.mark.parametrize("path", ['""', '" "', '"."', '"/"', '".."', '"x.png\\u0000b"', "5", "[]"])
+def test_a_row_without_a_usable_path_is_one_error(path: str, tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    table = tmp_path / "t.jsonl"
+    table.write_text(f'{{"path": {path}, "id": "odd"}}\n{{"path": "a.png"}}\n')
+    odd, good = found(run(table, "--json", "--sidecar=txt"))
+    assert odd["error_class"] == "media"
+    assert "caption" in good
+
+
+def test_columns_of_lists_and_of_nothing(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    rows = {"path": ["a.png"], "tags": [["red", "flat"]], "n": pa.array([None], pa.int64())}
+    pq.write_table(pa.table({**rows, "deep": [{"x": 1}]}), tmp_path / "t.parquet")
+    (row,) = found(run(tmp_path / "t.parquet", "--json", "--prompt={tags}/{n}/{caption}"))
+    assert row["prompt"] == "red, flat//"
+    (row,) = found(run(tmp_path / "t.parquet", "--json", "--prompt={deep}"))
+    assert row["code"] == "prompt_variable_missing"
+
+
+def test_a_repeated_id_says_what_to_do(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text("path,q\na.png,1\na.png,2\n")
+    (_, second) = found(run(tmp_path / "t.csv", "--json"))
+    assert second["code"] == "duplicate_id"
+    assert "--column id=COLUMN" in second["error"]
 
 
 def test_parquet_with_paths_and_with_pictures(tmp_path: Path) -> None:

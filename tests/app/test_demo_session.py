@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import TYPE_CHECKING
 
 import av
@@ -19,6 +18,7 @@ from k3vl.lm.engine import EngineConfig
 from k3vl.pipeline import Pipeline
 from k3vl.types import ChatOptions, SamplingParams
 from tests.app.chat_fakes import AFTER_CALLS, CALL, CALLS, DIRECTORY, END, THOUGHT, TOOLS, scripted
+from tests.timing import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -268,12 +268,10 @@ def test_what_a_browser_cannot_show_has_a_stand_in(picture: Path, tmp_path: Path
     assert paths == [str(picture), str(scan.shown), str(film.shown)]
 
 
-def stop_after(session: Session, progress, shows: int = 3) -> None:
+def stop_after(session: Session, progress, pieces: int = 8) -> None:
     async def consume() -> None:
-        count = 0
         async for _ in progress:
-            count += 1
-            if count == shows:
+            if session.turns[-1].answer.pieces >= pieces:
                 session.stop()
 
     asyncio.run(consume())
@@ -281,12 +279,13 @@ def stop_after(session: Session, progress, shows: int = 3) -> None:
 
 def test_a_second_question_waits_for_the_first() -> None:
     async def both() -> None:
-        session = Session(scripted("one two three four five six" + END, delay=0.02))
+        session = Session(scripted("word " * 400 + END, delay=0.01))
         count = 0
         async for _ in session.send("Hello", [], SETTINGS):
             count += 1
             if count == 2:
                 assert [None async for _ in session.send("Me too", [], SETTINGS)] == []
+                session.stop()
         assert [turn.text for turn in session.turns] == ["Hello"]
 
     asyncio.run(both())
@@ -308,13 +307,12 @@ def test_an_abandoned_answer_is_cancelled() -> None:
 
     async def leave() -> None:
         progress = session.send("Hello", [], SETTINGS)
-        await anext(progress)
-        await asyncio.sleep(0.1)
+        while not pipeline.backend.running:
+            await anext(progress)
         await progress.aclose()
-        await asyncio.sleep(0.05)
 
     asyncio.run(leave())
-    assert pipeline.backend.cancelled == {0}
+    until(lambda: pipeline.backend.cancelled == {0})
 
 
 def test_stop_frees_the_real_engine() -> None:
@@ -329,10 +327,7 @@ def test_stop_frees_the_real_engine() -> None:
         )
         stop_after(session, session.send("Hello", [], endless))
         assert session.turns[0].answer.stopped
-        deadline = time.monotonic() + 10
-        while engine.jobs and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert engine.jobs == {}
+        until(lambda: engine.jobs == {})
         short = ChatSettings(
             sampling=SamplingParams(max_tokens=2), options=ChatOptions(thinking=False)
         )

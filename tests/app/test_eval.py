@@ -53,6 +53,11 @@ def ask(folder, backend, blanks=0):
         ({"prompt": 3}, "prompt and split must be text"),
         ({"options": {"effort": "max"}}, "options must be of thinking"),
         ({"catption": "x"}, "unknown field 'catption'"),
+        ({"history": {}}, "history must be a list of turns"),
+        ({"history": ["Hello."]}, "history: a turn is an object"),
+        ({"history": [{"prompt": "Hello."}]}, "history: prompt and answer must be text"),
+        ({"history": [{"prompt": "a", "answer": "b", "tools": []}]}, "history: unknown field"),
+        ({"history": [{"file": "c.png", "prompt": "a", "answer": "b"}]}, "c.png: no such file"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(folder, fields, reason):
@@ -103,6 +108,25 @@ def test_blank_is_the_same_question_without_the_picture(folder):
     assert len(set(backend.digests)) == 2
     assert len(backend.prompts) == 2
     assert backend.prompts[0] == backend.prompts[1]
+
+
+def test_history_comes_before_the_question_with_its_own_pictures(folder):
+    Image.new("RGB", (28, 28), "red").save(folder / "b.png")
+    earlier = [
+        {"file": "b.png", "prompt": "And this?", "answer": "Red."},
+        {"prompt": "Sure?", "answer": "Yes."},
+    ]
+    backend = EchoBackend()
+    (asked,) = ask(write(folder, label(history=earlier)), backend)
+    (prompt,) = backend.prompts
+    places = [
+        prompt.index(text) for text in ("And this?", "Red.", "Sure?", "Yes.", "What is this?")
+    ]
+    assert places == sorted(places)
+    assert prompt.count("image ") == 2
+    assert prompt.index("28x28") < places[0]
+    assert places[3] < prompt.index("56x84") < places[4]
+    assert [turn["answer"] for turn in asked.record()["history"]] == ["Red.", "Yes."]
 
 
 def test_questions_without_an_answer_are_wrong_and_counted(folder):
@@ -174,7 +198,7 @@ def test_exit_code_tells_of_questions_without_answer(folder, backend):
 
 def test_sources_exclude_each_other(folder, backend):
     result = run(folder, "--quick")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "exclude each other" in result.output
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import threading
 import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx2
 import numpy as np
@@ -17,7 +20,12 @@ from PIL import Image
 from tests.app.serving import Process, ask, data_url, image_part, metric, post, until
 from tests.vision.files import solid_frames, video
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 FLOOD_SECONDS = 4.0
+ATTEMPTS = 3
+"""A server that falls asleep does so each time; a machine with other things to do, now and then."""
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +79,29 @@ def stream_text(url: str, ended: threading.Event, arrivals: list[float]) -> None
                         break
 
 
-def test_health_and_text_go_on_under_a_flood(server) -> None:
-    """``--log-cli-level=info`` shows what was measured."""
+@dataclass
+class Flood:
+    """What was seen while pictures poured in."""
+
+    statuses: list[int]
+    latencies: list[float]
+    arrivals: list[float]
+
+    @property
+    def health_p99(self) -> float:
+        return float(np.quantile(self.latencies, 0.99))
+
+    @property
+    def longest_gap(self) -> float:
+        return float(np.diff(self.arrivals).max(initial=0.0))
+
+    @property
+    def is_awake(self) -> bool:
+        # Health answers in 0.05 s on a machine that does nothing else.
+        return self.health_p99 < 1.0 and self.longest_gap < 20.0 and len(self.arrivals) > 3
+
+
+def flooded(server: Process) -> Flood:
     ended = threading.Event()
     statuses: list[int] = []
     latencies: list[float] = []
@@ -88,29 +117,42 @@ def test_health_and_text_go_on_under_a_flood(server) -> None:
     ended.set()
     for thread in threads:
         thread.join()
-    p99 = float(np.quantile(latencies, 0.99))
-    longest = float(np.diff(arrivals).max())
+    return Flood(statuses, latencies, arrivals)
+
+
+def test_health_and_text_go_on_under_a_flood(server) -> None:
+    """``--log-cli-level=info`` shows what was measured."""
+    for _ in range(ATTEMPTS):
+        seen = flooded(server)
+        assert set(seen.statuses) <= {200, 429}
+        if seen.is_awake:
+            break
     lags = [
         metric(server.url, f'k3vl_event_loop_lag_seconds_bucket{{le="{limit}"}}')
         for limit in ("0.05", "+Inf")
     ]
     figures = {
         "loop_lag_below_50_ms": round(lags[0] / lags[1], 4),
-        "health_p99_ms": round(1000 * p99, 1),
-        "longest_text_gap_s": round(longest, 2),
-        "images": len(statuses),
-        "text_chunks": len(arrivals),
+        "health_p99_ms": round(1000 * seen.health_p99, 1),
+        "longest_text_gap_s": round(seen.longest_gap, 2),
+        "images": len(seen.statuses),
+        "text_chunks": len(seen.arrivals),
     }
     logging.getLogger(__name__).info("%s", figures)
-    assert set(statuses) <= {200, 429}
-    assert p99 < 1.0, figures  # 0.05 on a machine that does nothing else
-    assert longest < 20.0, figures
-    assert len(arrivals) > 3, figures
+    assert seen.is_awake, figures
 
 
 def memory(process: psutil.Process) -> int:
-    family = [process, *process.children(recursive=True)]
-    return sum(member.memory_info().rss for member in family)
+    return sum(over_family(process, lambda member: member.memory_info().rss))
+
+
+def over_family(process: psutil.Process, measure: Callable[[psutil.Process], float]) -> list:
+    """Of a process and what it has started; a worker that has just ended counts for nothing."""
+    found = []
+    for member in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(measure(member))
+    return found
 
 
 def huge_frames() -> bytes:
@@ -139,6 +181,8 @@ def bombs() -> list:
     out = io.BytesIO()
     Image.new("1", (30_000, 30_000)).save(out, "PNG")
     base64 = "data:image/png;base64," + "A" * (12 * 2**20)
+    zeros = "data:image/png;base64," + "A" * (10 * 2**20)
+    escaped = "data:image/png;base64," + "%41" * (4 * 2**20)
     frames = "data:video/jpeg;base64," + ",".join(["AA"] * 50_000)
     parts = {
         "image: 900 megapixels": image_part(out.getvalue()),
@@ -147,6 +191,8 @@ def bombs() -> list:
         "video: a screen of 4 gigapixels": as_video(data_url(huge_pages(), "image/gif")),
         "video: a list of 50,000 frames": as_video(frames),
         "base64: longer than media may be": image_part(base64),
+        "base64: zeros, as many as there may be": image_part(zeros),
+        "base64: escapes, as many as there may be": image_part(escaped),
     }
     bodies = {name: json.dumps(ask(part)).encode() for name, part in parts.items()}
     bodies["body: larger than allowed"] = b" " * (41 * 2**20)
@@ -161,8 +207,7 @@ def is_settled(server: Process, process: psutil.Process) -> bool:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    family = [process, *process.children(recursive=True)]
-    return sum(sum(member.cpu_times()[:2]) for member in family)
+    return sum(over_family(process, lambda member: sum(member.cpu_times()[:2])))
 
 
 @pytest.mark.parametrize("body", bombs())
@@ -202,5 +247,5 @@ def test_a_refused_bomb_costs_little(server, body: bytes) -> None:
     assert reply.status_code in (400, 413)
     assert peak - before < 50 * 2**20, figures
     assert spent < 1.0, figures
-    assert seconds < 5.0, "one second on a machine that does nothing else"
+    assert seconds < 15.0, "one second on a machine that does nothing else"
     assert metric(server.url, "k3vl_media_jobs ") == 0

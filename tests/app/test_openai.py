@@ -123,7 +123,13 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"n": 99}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 17}, "stop.list[constrained-str]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x", "y" * 300]}, "stop[1]"),
+        ({"stop": "y" * 300}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": "some"}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -264,6 +270,20 @@ def test_a_serialised_list_is_noticed(text: str, warned: bool) -> None:
     call = read(messages=[{"role": "user", "content": text}])
     assert call.request.messages[0].parts == (TextPart(text),)
     assert bool(call.warnings) == warned
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stop": ["x"] * 17}, "at most 16 items"),
+        ({"stop": ["y" * 300]}, "at most 256 characters"),
+        ({"stop": "y" * 300}, "at most 256 characters"),
+        ({"tool_choice": "some"}, "'auto', 'none' or 'required'"),
+    ],
+)
+def test_what_is_wrong_with_one_of_several_kinds(fields, said) -> None:
+    with pytest.raises(RequestError, match=said):
+        read(**fields)
 
 
 def test_messages_never_hold_values() -> None:

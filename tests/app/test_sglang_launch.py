@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from k3vl.app import sglang_engine
 from k3vl.app.cli import cli
 from k3vl.app.launch import ServeOptions
-from k3vl.app.sglang_engine import SGLangCommand, check, option
+from k3vl.app.sglang_engine import SGLangCommand, SGLangProcess, check, option
 from k3vl.app.sglang_launch import EngineOptions, sglang_command
 from k3vl.errors import ConfigError
 from k3vl.sglang.releases import SUPPORTED
 from k3vl.sglang.settings import PluginSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "golden" / "sglang_tiny"
@@ -86,17 +89,31 @@ class Launched:
     def nothing_is_left(self) -> bool:
         end = time.monotonic() + 20
         pids = [int(pid) for pid in self.pids.read_text().split()]
-        while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+        while any(map(is_running, pids)) and time.monotonic() < end:
             time.sleep(0.1)
-        return not any(map(psutil.pid_exists, pids))
+        return not any(map(is_running, pids))
+
+
+def is_running(pid: int) -> bool:
+    """Whose parent was killed may stay a zombie for as long as nobody adopts it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Callable[..., Launched]:
-    def launch(*options: str, **behave: Any) -> Launched:
-        return Launched(tmp_path, *options, behave=behave)
+def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
 
-    return launch
+    def launch(*options: str, **behave: Any) -> Launched:
+        started.append(Launched(tmp_path, *options, behave=behave))
+        return started[-1]
+
+    yield launch
+    for run in started:
+        run.process.kill()
+        run.process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -108,6 +125,58 @@ def test_it_runs_until_it_is_told_to_stop(
     run.process.send_signal(signum)
     assert run.end()[0] == code
     assert run.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "signum"),
+    [(("--direct",), signal.SIGKILL), ((), signal.SIGKILL), (("--direct",), signal.SIGHUP)],
+    ids=["killed", "killed in front", "hung up on"],
+)
+def test_sglang_does_not_outlive_who_started_it(
+    launched: Callable[..., Launched], options: tuple[str, ...], signum: signal.Signals
+) -> None:
+    run = launched(*options)
+    run.wait_for('"listening"' if not options else "the plugin is active")
+    run.process.send_signal(signum)
+    assert run.process.wait(20) == -signum
+    assert run.nothing_is_left()
+    assert not guards_of(run.pids), "nor do those who saw to it"
+
+
+def test_a_launcher_that_is_killed_during_the_start(launched: Callable[..., Launched]) -> None:
+    run = launched("--direct", start=1000.0)
+    until_there(run.pids)
+    run.process.kill()
+    assert run.nothing_is_left()
+
+
+def test_sglang_that_does_not_listen_is_killed(launched: Callable[..., Launched]) -> None:
+    """By its guard, after ``--shutdown-seconds``."""
+    run = launched("--direct", deaf=True)
+    run.wait_for("the plugin is active")
+    run.process.kill()
+    assert run.nothing_is_left()
+
+
+def until_there(path: Path) -> None:
+    end = time.monotonic() + 20
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def guards_of(pids: Path) -> list[psutil.Process]:
+    """Guards that are still there a moment later; their environment tells whose they are."""
+    end = time.monotonic() + 10
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if str(pids) in process.environ().get("FAKE_SGLANG", ""):
+                    found.append(process)
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
 
 
 def test_a_plugin_that_failed_ends_the_start(launched: Callable[..., Launched]) -> None:
@@ -138,6 +207,22 @@ def test_a_start_may_not_take_for_ever(launched: Callable[..., Launched]) -> Non
     assert code == 1
     assert "Error: SGLang is not ready after 2 s" in output
     assert run.nothing_is_left()
+
+
+def test_whoever_waits_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path / "site")))
+    behave = {"pids": str(tmp_path / "pids"), "start": 3.0}
+    monkeypatch.setenv("FAKE_SGLANG", json.dumps(behave))
+    monkeypatch.setattr(sglang_engine, "_REPORT_SECONDS", 0.5)
+    said: list[str] = []
+    process = SGLangProcess(command_of("--model", TINY), 5.0)
+    try:
+        process.wait_until_ready(60.0, said.append)
+    finally:
+        process.stop()
+    assert len(said) > 2
+    assert all(re.fullmatch(r"SGLang is starting, \d+ s", line) for line in said[:-1])
+    assert re.fullmatch(r"SGLang is ready after \d+ s", said[-1])
 
 
 def test_a_later_rank_is_not_asked(launched: Callable[..., Launched]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -288,12 +287,14 @@ def fake(behave: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Fake]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
+        server.ended = threading.Event()
         made.url = f"http://127.0.0.1:{server.server_port}/v1"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield made
         finally:
+            server.ended.set()
             server.shutdown()
             thread.join()
 
@@ -308,7 +309,7 @@ def answer(handler: BaseHTTPRequestHandler, status: int, data: Any, **headers: s
     handler.wfile.write(body)
 
 
-def events(handler: BaseHTTPRequestHandler, *items: Any, delay: float = 0.0) -> None:
+def events(handler: BaseHTTPRequestHandler, *items: Any) -> None:
     """A stream of events that ends with the connection."""
     handler.send_response(200)
     handler.send_header("content-type", "text/event-stream")
@@ -317,7 +318,6 @@ def events(handler: BaseHTTPRequestHandler, *items: Any, delay: float = 0.0) -> 
         data = item if isinstance(item, str) else json.dumps(item)
         handler.wfile.write(f"data: {data}\n\n".encode())
         handler.wfile.flush()
-        time.sleep(delay)
 
 
 def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **more: Any) -> dict:
@@ -330,9 +330,9 @@ END = chunk(finish="stop")
 
 
 @contextlib.contextmanager
-def front_of(made: Fake) -> Iterator[str]:
+def front_of(made: Fake, read_seconds: float = 60.0) -> Iterator[str]:
     engine = UpstreamEngine(
-        Endpoint(made.url, read_seconds=0.6),
+        Endpoint(made.url, read_seconds=read_seconds),
         model="kimi-k3",
         processor=MediaProcessor(load_media_config(checkpoint_path("demo"))),
         defaults=ChatOptions(),
@@ -342,11 +342,17 @@ def front_of(made: Fake) -> Iterator[str]:
 
 
 def hang(handler: BaseHTTPRequestHandler) -> None:
-    time.sleep(1.5)
+    handler.server.ended.wait(60)
 
 
 def hang_in_stream(handler: BaseHTTPRequestHandler) -> None:
-    events(handler, YES, delay=1.5)
+    events(handler, YES)
+    hang(handler)
+
+
+def patience(behave: Callable[[BaseHTTPRequestHandler], None]) -> float:
+    """Seconds that are waited for an endpoint: few where it hangs."""
+    return 1.5 if behave in (hang, hang_in_stream) else 60.0
 
 
 SECRET = {"error": {"message": "at 10.0.0.7 " + "x" * 5000, "code": "its_code"}}
@@ -382,7 +388,7 @@ DURING = [
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_failures_before_the_answer_have_their_status(behave, status, code, stream) -> None:
-    with fake(behave) as made, front_of(made) as url:
+    with fake(behave) as made, front_of(made, patience(behave)) as url:
         reply = post(url, ask("x", stream=stream))
         assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
@@ -396,7 +402,7 @@ def test_failures_before_the_answer_have_their_status(behave, status, code, stre
 
 @pytest.mark.parametrize(("behave", "status"), [d[1:] for d in DURING], ids=[d[0] for d in DURING])
 def test_failures_in_the_answer_end_it_with_an_error(behave, status) -> None:
-    with fake(behave) as made, front_of(made) as url:
+    with fake(behave) as made, front_of(made, patience(behave)) as url:
         assert post(url, ask("x")).status_code == status
         reply = post(url, ask("x", stream=True))
         assert reply.status_code == 200
@@ -429,17 +435,28 @@ def test_too_much_to_do_there_is_429_here() -> None:
 
 
 def test_a_slow_stream_is_passed_on_as_it_comes() -> None:
+    """Each piece is sent only after the one before it has arrived here."""
+    arrived = threading.Semaphore(0)
+
+    def behave(handler: BaseHTTPRequestHandler) -> None:
+        events(handler, next(pieces))
+        for piece in pieces:
+            assert arrived.acquire(timeout=60)
+            handler.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+            handler.wfile.flush()
+
+    pieces = iter((YES, YES, YES, END))
     with (
-        fake(lambda h: events(h, YES, YES, YES, END, delay=0.3)) as made,
+        fake(behave) as made,
         front_of(made) as url,
         httpx2.Client(timeout=30) as client,
     ):
         body = ask("x", stream=True)
         with client.stream("POST", url + "/v1/chat/completions", json=body) as reply:
             lines = (line for line in reply.iter_lines() if '"content":"yes"' in line)
-            arrivals = [time.monotonic() for _ in lines]
-        assert len(arrivals) == 3
-        assert arrivals[-1] - arrivals[0] > 0.4
+            for _ in range(3):
+                assert next(lines)
+                arrived.release()
 
 
 def test_what_is_asked_there() -> None:
@@ -493,6 +510,15 @@ def test_what_is_asked_there() -> None:
         history[3],
         {"role": "system", "content": "", "tools": history[4]["tools"]},
     ]
+
+
+def test_what_is_not_sent_here_is_its_own_choice() -> None:
+    """Sampling above all: its defaults are the model's, ours would be greedy."""
+    with fake(lambda h: events(h, YES, END)) as made, front_of(made) as url:
+        assert post(url, {"model": "demo", "messages": ask("x")["messages"]}).status_code == 200
+        (asked,) = made.bodies
+    ours = {"model", "messages", "max_completion_tokens", "stream", "stream_options"}
+    assert asked.keys() == ours
 
 
 def test_a_clip_reaches_it_in_groups_of_four_frames() -> None:

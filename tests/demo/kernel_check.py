@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from k3vl.demo.atlas import load_atlas
-from k3vl.demo.batches import BUCKETS, BatchMaker
+from k3vl.demo.batches import BatchMaker
+from k3vl.demo.buckets import BUCKETS
 from k3vl.demo.chat import Chat
 from k3vl.demo.compose import Composer, paint, paint_reference
 from k3vl.demo.feed import to_device

@@ -1,6 +1,7 @@
 """The card, the figures, the threshold and the weights belong together."""
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
@@ -38,3 +39,20 @@ def test_every_row_of_the_figures_is_in_the_card(figures):
     for row in figures["rows"]:
         assert f"| {row['split']}" in text
     assert "Not a photo captioner" in text
+
+
+def test_the_rows_in_the_readme_are_rows_of_the_card():
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+    known = _table(card.CARD.read_text("utf-8"), "| questions | n |")
+    shown = _table(readme, "| held-out questions | n |")
+    assert shown
+    assert [row for row in shown if row not in known] == []
+    assert f"All {len(known)} rows" in readme
+
+
+def _table(text, head):
+    """The rows below the line that begins so and its rule."""
+    lines = iter(text.splitlines())
+    next(line for line in lines if line.startswith(head))
+    next(lines)
+    return list(itertools.takewhile(lambda line: line.startswith("|"), lines))

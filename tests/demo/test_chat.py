@@ -3,7 +3,8 @@ import random
 import pytest
 
 from k3vl.config import load_media_config
-from k3vl.demo.batches import BUCKETS, BatchMaker
+from k3vl.demo.batches import BatchMaker
+from k3vl.demo.buckets import BUCKETS
 from k3vl.demo.chat import Chat, Media, Style
 from k3vl.demo.clips import SAMPLE_FPS, clip_times, timestamp
 from k3vl.demo.forms import JSON_OBJECT_NOTICE
@@ -77,22 +78,79 @@ def _messages(parts, style):
     ],
 )
 def test_rows_are_what_the_renderer_writes(chat, tokenizer, media, style):
-    if media[0].timestamp:
-        groups = tuple(MediaGroup(m.tokens, m.timestamp) for m in media)
-        layouts = [MediaLayout("video", 56, 28, groups)]
-    else:
-        layouts = []
-        for m in media:
-            width, height = m.header.split()[1].split("x")
-            layouts.append(MediaLayout("image", int(width), int(height), (MediaGroup(m.tokens),)))
+    layouts = _layouts(media)
     options = ChatOptions(
         thinking=style.thinking, thinking_effort=style.effort, add_generation_prompt=False
     )
     segments = render(_messages(media, style), options=options, media=layouts)
-    row = chat.row(media, TURNS, style, limit=10_000)
+    row = chat.row((media,), TURNS, style, limit=10_000)
     assert row.ids == list(encode(segments, tokenizer))
     pads = [i for i, token in enumerate(row.ids) if token == 9]
     assert pads == [at + k for at, m in zip(row.media, media, strict=True) for k in range(m.tokens)]
+
+
+SHOWN = {
+    "picture": (Media("image 640x48", 3),),
+    "two": (Media("image 28x28", 1), Media("image 1000x2000", 4)),
+    "clip": (Media("video", 2, "00:00:00.000"), Media("video", 2, "00:00:02.250")),
+    "nothing": (),
+}
+
+
+def _layouts(shown):
+    """What the processor tells the renderer about a message's media."""
+    if shown and shown[0].timestamp:
+        return [
+            MediaLayout("video", 56, 28, tuple(MediaGroup(m.tokens, m.timestamp) for m in shown))
+        ]
+    sizes = [[int(n) for n in m.header.split()[1].split("x")] for m in shown]
+    return [
+        MediaLayout("image", w, h, (MediaGroup(m.tokens),))
+        for m, (w, h) in zip(shown, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "style", [Style(), Style(media_last=True, system="Answer briefly."), Style(thinking=True)]
+)
+@pytest.mark.parametrize(
+    "kinds", [("picture", "picture"), ("clip", "nothing", "two"), ("two", "clip", "nothing")]
+)
+def test_chats_with_media_in_every_message_are_what_the_renderer_writes(
+    chat, tokenizer, kinds, style
+):
+    shown = [SHOWN[kind] for kind in kinds]
+    turns = [Turn("name", f"What is this, {n}?", f"A fox {n}.", "Fox.") for n in range(len(kinds))]
+    messages, layouts = [], []
+    if style.system:
+        messages.append(Message(role="system", parts=(TextPart(style.system),)))
+    for media, turn in zip(shown, turns, strict=True):
+        own = _layouts(media)
+        layouts += own
+        parts = [MediaPart(layout.kind, b"") for layout in own]
+        text = [TextPart(turn.question)]
+        order = (*text, *parts) if style.media_last else (*parts, *text)
+        messages.append(Message(role="user", parts=order))
+        answer = (TextPart(turn.answer),)
+        messages.append(Message(role="assistant", parts=answer, reasoning=turn.thought))
+    options = ChatOptions(thinking=style.thinking, add_generation_prompt=False)
+    segments = render(messages, options=options, media=layouts)
+    row = chat.row(shown, turns, style, limit=10_000)
+    assert row.ids == list(encode(segments, tokenizer))
+    pads = [i for i, token in enumerate(row.ids) if token == 9]
+    items = [m for media in shown for m in media]
+    assert pads == [at + k for at, m in zip(row.media, items, strict=True) for k in range(m.tokens)]
+    said = [chat.decode(row.ids[start:end]) for start, end in row.answers]
+    assert said == [turn.answer for turn in turns]
+    assert set(row.owners) == set(range(len(turns))), "every answer is learned"
+
+
+def test_a_message_that_does_not_fit_takes_its_picture_with_it(chat):
+    shown = [SHOWN["picture"], SHOWN["two"]]
+    whole = chat.row(shown, TURNS, Style(), limit=1000)
+    short = chat.row(shown, TURNS, Style(), limit=len(whole.ids) - 1)
+    assert short.turns == [TURNS[0]]
+    assert short.media == whole.media[:1]
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -159,7 +217,7 @@ def test_declared_arguments_are_the_ones_called(atlas):
 
 
 def test_targets_are_the_assistants_tokens(chat):
-    row = chat.row((Media("image 28x28", 1),), TURNS, Style(thinking=True), limit=1000)
+    row = chat.row(((Media("image 28x28", 1),),), TURNS, Style(thinking=True), limit=1000)
     said = [chat.decode(row.ids[start:end]) for start, end in row.answers]
     assert said == [turn.answer for turn in TURNS]
     text = chat.decode([row.ids[at] for at in row.targets])
@@ -192,7 +250,8 @@ def test_batches_keep_their_shapes(atlas, chat, bucket):
     batch = BatchMaker(atlas, chat, seed, find_fonts(atlas.folder)).batch(bucket, 3)
     assert batch.ids.shape == (3, bucket.row)
     assert batch.slots.shape == (3, len(bucket.runs), bucket.visual)
-    assert batch.geometry.shape[:2] == (3 * bucket.pictures, bucket.frames)
+    assert batch.geometry.shape[0] == 3 * sum(bucket.frames)
+    assert batch.extent.shape[0] == 3 * len(bucket.media)
     flat = batch.ids.reshape(-1)
     assert (flat[batch.predict + 1] == batch.target).all()
     heights, widths = batch.extent.T

@@ -1,13 +1,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from k3vl.demo.batches import BUCKETS, BatchMaker
+from k3vl.demo.batches import BatchMaker
+from k3vl.demo.buckets import BUCKETS
 from k3vl.demo.chat import Chat
 from k3vl.demo.compose import IGNORED, Composer
 from k3vl.demo.feed import to_device
@@ -37,14 +39,14 @@ def _draw(composer, maker, atlas, name, *, noise=False, **options):
     return batch, *composer(on_device.arrays, batch.bucket, noise=noise)
 
 
-@pytest.mark.parametrize("name", ["img84", "port", "pair168", "vid112tail1"])
+@pytest.mark.parametrize("name", ["img84", "port", "pair168", "vid112tail1", "chatclip2"])
 def test_pictures_are_black_beyond_their_extent(composer, maker, atlas, name):
     batch, pictures, _ = _draw(composer, maker, atlas, name, noise=True)
-    frames = batch.bucket.frames
-    for i, (height, width) in enumerate(batch.extent.astype(int)):
-        for picture in pictures[i * frames : (i + 1) * frames]:
-            assert picture[:, height:].abs().sum() == 0
-            assert picture[:, :, width:].abs().sum() == 0
+    frames = list(batch.bucket.frames) * 3
+    extents = batch.extent.astype(int)
+    for (height, width), shown in zip(extents, pictures.split(frames), strict=True):
+        assert shown[..., height:, :].abs().sum() == 0
+        assert shown[..., width:].abs().sum() == 0
 
 
 def test_labels_name_what_covers_a_cell(composer, maker, atlas):
@@ -67,6 +69,24 @@ def test_one_label_row_for_every_group_of_a_clip(composer, maker, atlas):
     assert labels.shape == (3 * 3, batch.bucket.visual)
 
 
+@pytest.mark.parametrize("name", ["chatclip1", "chatclip2"])
+def test_a_clip_beside_a_picture_is_drawn_as_by_itself(composer, maker, atlas, name):
+    batch, pictures, labels = _draw(composer, maker, atlas, name)
+    bucket = batch.bucket
+    assert pictures.shape[0] == 3 * 5
+    assert labels.shape == (3 * 2, bucket.visual)
+    arrays = batch.arrays() | {"strips": np.zeros((6, 48, 256), np.uint8)}
+    frames = np.split(np.arange(15), np.cumsum(bucket.frames * 3)[:-1])
+    for index in np.flatnonzero(batch.ground[:, 6] != 2):  # noise is drawn anew each time
+        groups = bucket.media[index % 2]
+        one = {k: v[index : index + 1] for k, v in arrays.items() if len(v) == 6}
+        one["geometry"] = batch.geometry[frames[index]]
+        tensors = {key: torch.from_numpy(value) for key, value in one.items()}
+        alone, own = composer(tensors, replace(bucket, media=(groups,)), noise=False)
+        assert torch.equal(alone, pictures[frames[index]])
+        assert torch.equal(own[0], labels[index])
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("img224", SceneOptions(text=True, items=2)), ("img112", SceneOptions(small=True))],
@@ -83,7 +103,7 @@ def test_painter_draws_what_the_composer_draws(composer, atlas, name, options):
         scene = scenes.scene(options)
         if scene.ground.kind == 2:  # its noise is drawn by different generators
             continue
-        arrays = _picture_arrays(bucket, [scene], [(bucket.height, bucket.width)])
+        arrays = _picture_arrays([scene], [(bucket.height, bucket.width)])
         texts = arrays.pop("texts")
         tensors = {key: torch.from_numpy(value) for key, value in arrays.items()}
         tensors["strips"] = torch.from_numpy(printer.strips(texts))

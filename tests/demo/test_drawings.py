@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from k3vl.demo.atlas import CELL, INK_SUFFIX, MORE, TRAIN, is_one_colour, load_atlas
 from k3vl.demo.icons import fit, icons_of, on_paper, svg
 from k3vl.demo.scene import KEEPS_COLOUR, KEEPS_SHAPE, VARIANTS, SceneMaker, SceneOptions
-from k3vl.demo.variants import SpriteBank, pack_sprites, redraw
+from k3vl.demo.variants import HIDDEN_SHARE, SpriteBank, pack_sprites, redraw
 
 
 def _sprites(count=4):
@@ -43,6 +43,18 @@ def test_redrawings_keep_what_they_promise():
         assert drawn.min() > -1e-4
         assert (drawn[:, :3] <= drawn[:, 3:] + 1e-3).all(), "colour is premultiplied"
         assert (drawn[:, 3] > 0.5).flatten(1).sum(1).min() > 400, "nothing is lost"
+
+
+def test_some_redrawings_lose_a_part():
+    plain = torch.zeros(200, 4, CELL, CELL)
+    plain[:, 1, 8:88, 8:88] = plain[:, 3, 8:88, 8:88] = 1
+    drawn = redraw(plain, torch.Generator().manual_seed(3), shape_only=True, recolour=False)
+    inner = drawn[:, 3, 28:68, 28:68]  # behind no warped edge
+    cut = (inner < 0.1).flatten(1).float().mean(1)
+    share = (cut > 0.02).float().mean()
+    assert 0.08 < share < HIDDEN_SHARE, share
+    assert cut.max() < 0.95
+    assert len(set(cut.tolist())) > 20, "each is cut elsewhere"
 
 
 def test_fixed_colours_are_never_redrawn_in_others(atlas):

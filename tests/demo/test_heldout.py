@@ -20,6 +20,7 @@ from k3vl.demo.heldout import (
 )
 from k3vl.demo.heldout_scenes import HeldOut, Split
 from k3vl.demo.pack import CHECKPOINT
+from k3vl.demo.scene import SceneOptions
 from k3vl.demo.words import word_list
 from k3vl.types import MediaPart
 from k3vl.vision.processor import MediaProcessor
@@ -86,6 +87,63 @@ def test_the_same_questions_come_every_time(atlas, tmp_path):
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
+@pytest.mark.parametrize(
+    ("name", "brought"),
+    [
+        ("new picture in a later turn, name", 1),
+        ("new picture in a later turn, caption", 1),
+        ("new clip in a later turn", 1),
+        ("earlier picture, caption", 0),
+        ("earlier picture, what is at a place", 0),
+    ],
+)
+def test_later_questions_come_after_others(atlas, tmp_path, floor, name, brought):
+    split = next(s for s in splits(atlas) if s.name == name)
+    write_split(split, atlas, floor, tmp_path, 6)
+    lengths = set()
+    for question in read_labels(tmp_path):
+        lengths.add(len(question.history))
+        assert len(question.files) == brought
+        files = [path for turn in question.history for path in turn.files]
+        assert len(files) == len(question.history)
+        assert len({*files, *question.files}) == len(files) + brought, "every picture is new"
+        if not brought:
+            assert len(files) >= 2
+            words = question.prompt.split()
+            assert {"first", "second", "third", "previous"} & set(words), question.prompt
+    assert len(lengths) > 1
+
+
+def _captions(atlas, x):
+    """Right answers about two things, the second of which lies at ``x``."""
+    split = next(s for s in splits(atlas) if s.name == "form: at most five words")
+    asker = HeldOut(split, atlas, 1)
+    scene = asker._maker.scene(SceneOptions(items=2, repeat=False, shapes=False, text=False))
+    scene.items[0].name, scene.items[1].name = "fox", "owl"
+    scene.items[0].x, scene.items[1].x = 0.5, x
+    turn, also = asker._told((scene,), lambda shown: asker._questions.ask("five", shown[0]))
+    assert all(other.question == turn.question for other in also)
+    return [turn.answer, *(other.answer for other in also)]
+
+
+def test_what_lies_one_above_the_other_may_be_told_in_either_order(atlas):
+    assert _captions(atlas, 0.7) == ["Fox and owl."]
+    assert _captions(atlas, 0.51) == ["Fox and owl.", "Owl and fox."]
+    assert _captions(atlas, 0.49) == ["Owl and fox.", "Fox and owl."]
+
+
+def test_other_right_answers_change_no_question(atlas):
+    """A row's questions stay what they are, whether or not their answers are ambiguous."""
+    for task in ("json", "tool", "pair"):
+        split = next(s for s in splits(atlas) if s.task == task)
+        asked = [one for one, _ in zip(HeldOut(split, atlas, 4), range(60), strict=False)]
+        plain = HeldOut(split, atlas, 4)
+        plain._told = lambda scenes, ask: (ask(scenes), ())
+        alone = [one for one, _ in zip(plain, range(60), strict=False)]
+        assert [one.turn for one in asked] == [one.turn for one in alone]
+        assert any(one.also for one in asked)
+
+
 def test_words_are_unseen_and_codes_are_none(atlas):
     unseen = set(word_list(atlas.names, unseen=True))
     for split in splits(atlas):
@@ -131,7 +189,8 @@ def test_quick_splits_need_no_drawing_that_may_not_be_passed_on(atlas):
 def test_the_package_holds_its_questions():
     """Small, complete, and nothing that no question is about."""
     questions = read_labels(QUICK)
-    named = {path.name for question in questions for path in question.files}
+    shown = [part for question in questions for part in (question, *question.history)]
+    named = {path.name for part in shown for path in part.files}
     assert named | {"labels.jsonl", "NOTICE"} == {path.name for path in QUICK.iterdir()}
     assert sum(path.stat().st_size for path in QUICK.iterdir()) < 3 * 2**20
     assert len({question.split for question in questions}) >= 20

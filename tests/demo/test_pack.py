@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from k3vl.checkpoint import save_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import load_config, load_media_config
 from k3vl.demo import pack
 from k3vl.demo.convert import to_k3

@@ -185,6 +185,8 @@ def test_forms_are_kept():
     assert five_turn(rng, Scene(ground=_GROUND, items=two.items[:2])).answer == "Fox and owl."
     answers = {json_turn(rng, two).answer for _ in range(20)}
     assert answers == {'["fox", "owl", "owl"]', '{"fox": 1, "owl": 2}'}
+    party = Scene(ground=_GROUND, items=[_item("piñata", 0.5)])
+    assert {json_turn(rng, party).answer for _ in range(20)} == {'["piñata"]', '{"piñata": 1}'}
     assert number_turn(rng, two.items, "owl").answer == "2"
     assert absent_turn(rng, "goggles").answer == "I do not see goggles."
 

@@ -6,8 +6,14 @@ import torch
 import torch.multiprocessing
 
 from k3vl.demo import train
+from k3vl.demo.batches import BatchMaker
+from k3vl.demo.buckets import BUCKETS
+from k3vl.demo.chat import Chat
+from k3vl.demo.feed import to_device
 from k3vl.demo.muon import Muon, orthogonal
+from k3vl.demo.pack import CHECKPOINT
 from k3vl.demo.ranks import Ranks
+from k3vl.demo.words import Printer, find_fonts
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +38,22 @@ def test_a_run_can_be_continued(atlas_folder, tmp_path):
     files = sorted((tmp_path / "two").iterdir())
     assert len(files) <= 8
     assert max(file.stat().st_size for file in files) < 16 * 2**20
+
+
+@pytest.mark.parametrize("name", ["chat112x2", "chatclip2"])
+def test_chats_train_and_every_answer_counts(atlas, atlas_folder, tmp_path, name):
+    torch.compiler.set_stance("force_eager")
+    args = train.parser().parse_args(["--atlas", str(atlas_folder), "--out", str(tmp_path)])
+    trainer = train.Trainer(train.options_of(args), atlas, Ranks())
+    bucket = next(bucket for bucket in BUCKETS if bucket.name == name)
+    fonts = find_fonts(atlas_folder)
+    batch = BatchMaker(atlas, Chat(CHECKPOINT / "tokenizer.json"), 5, fonts).batch(bucket, 1)
+    on_device = to_device(batch, Printer(fonts), torch.device("cpu"))
+    answers, labels, _ = trainer._losses(on_device)
+    assert torch.isfinite(answers + labels)
+    (gradient,) = torch.autograd.grad(answers, trainer.model.vision.patch)
+    assert gradient.abs().sum() > 0
+    assert set(batch.turn.tolist()) == set(range(len(batch.rows[0].turns)))
 
 
 def test_two_processes_train_one_model(atlas_folder, tmp_path):

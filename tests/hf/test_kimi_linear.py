@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from k3vl.checkpoint import CheckpointReader, save_checkpoint
+from k3vl.checkpoint import CheckpointReader
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.lm.batch import Row
 from k3vl.lm.weights import load_model, stored_tensors
 from tests.tiny import CPU, KIMI_LINEAR, REFERENCE, Runner, tiny_model, tokens

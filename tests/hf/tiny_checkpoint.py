@@ -7,7 +7,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-from k3vl.checkpoint import save_checkpoint
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import DEMO_CHECKPOINT, TextConfig
 from k3vl.lm.weights import stored_tensors
 from k3vl.vision.weights import placements

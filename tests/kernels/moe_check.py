@@ -9,10 +9,10 @@ import time
 import torch
 
 from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
-from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, moe_experts_mxfp4, prepare_experts
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
-from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 
 DEVICE = torch.device(sys.argv[1])
@@ -81,13 +81,15 @@ def check_experts(
     check_plan(chosen, experts)
     packed = stored(experts, latent, inner)
     norm = torch.rand(latent, device=DEVICE).to(DTYPE)
-    got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm=norm, eps=1e-5)
-    want = moe_experts_mxfp4(x.double(), weights, chosen, packed, activation)
-    close(f"mxfp4 {what}", got, rms_norm(want, norm.double(), 1e-5))
+    got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm, 1e-5)
+    wide = x.double()
+    want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
+    close(f"mxfp4 {what}", got, want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
-    got = moe_experts_gpu(x, weights, chosen, w13, w2, activation)
-    want = moe_experts(x.double(), weights, chosen, w13.double(), w2.double(), activation)
+    floats = FloatExperts(w13=w13, w2=w2)
+    got = moe_experts_gpu(x, weights, chosen, floats, activation, norm, 1e-5)
+    want = moe_experts(wide, weights, chosen, floats, activation, norm.double(), 1e-5)
     close(f"dense {what}", got, want)
 
 

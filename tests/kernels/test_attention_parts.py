@@ -9,8 +9,15 @@ from torch.nn import functional as F
 from k3vl.errors import ShapeError
 from k3vl.kernels.attn_residual import attn_residual
 from k3vl.kernels.gated_norm import gated_norm
-from k3vl.kernels.mla import mla_decode, mla_prefill, mla_prefill_latent
+from k3vl.kernels.mla import (
+    mla_decode,
+    mla_prefill,
+    mla_prefill_latent,
+    mla_store,
+    mla_values,
+)
 from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.short_conv import short_conv
 from k3vl.kernels.situ import SiluGLU, SituGLU, glu
@@ -155,6 +162,38 @@ def test_mla_decode_ignores_whatever_lies_past_the_end() -> None:
         assert relative_error(got[i], weights @ context[:, :latent]) < 1e-6
 
 
+def test_mla_decode_reads_pages_and_gives_padding_zeros() -> None:
+    pool, q = normal(12, 8), normal(3, 2, 8)
+    lengths = torch.tensor([5, 0, 2])
+    rows = torch.tensor([[9, 10, 11, 0, 1], [0, 0, 0, 0, 0], [4, 5, 4, 4, 4]])
+    begins = torch.tensor([[9, 0], [0, 0], [4, 4]])
+    got = mla_decode(q, pool, begins, lengths, 6, 0.3, 3)
+    assert torch.equal(got, mla_decode(q, pool, rows, lengths, 6, 0.3))
+    assert not got[1].any()
+
+
+def test_mla_store_skips_padding() -> None:
+    c, shared, weight = normal(3, 6), normal(3, 2), normal(6, seed=1)
+    c[1] = float("nan")
+    pool = torch.zeros(5, 8)
+    mla_store(c, shared, weight, 1e-6, pool, torch.tensor([4, -1, 0]))
+    assert torch.equal(pool[[4, 0], :6], rms_norm(c[[0, 2]], weight, 1e-6))
+    assert torch.equal(pool[[4, 0], 6:], shared[[0, 2]])
+    assert not pool[1:4].any()
+    with pytest.raises(ShapeError, match=r"mla_store: c \(3, 6\), shared \(3, 1\)"):
+        mla_store(c, shared[:, 1:], weight, 1e-6, pool, torch.tensor([4, -1, 0]))
+
+
+def test_mla_values_expand_and_gate() -> None:
+    mixed, values, gate = normal(4, 3, 6), normal(3, 5, 6), normal(4, 15)
+    want = torch.einsum("bhr,hvr->bhv", mixed.double(), values.double()).flatten(1)
+    assert relative_error(mla_values(mixed, values, None), want) < 1e-6
+    gated = want * torch.sigmoid(gate.double())
+    assert relative_error(mla_values(mixed, values, gate), gated) < 1e-6
+    with pytest.raises(ShapeError, match=r"mla_values: mixed .*, gate \(4, 14\)"):
+        mla_values(mixed, values, gate[:, 1:])
+
+
 # ------------------------------------------------------------------ experts
 
 
@@ -194,4 +233,5 @@ def test_experts_sum_by_weight(count: int) -> None:
             e = int(choice[n, j])
             hidden = SiluGLU()(w13[e].double() @ x[n].double())
             want[n] += weights[n, j].double() * (w2[e].double() @ hidden.double())
-    assert relative_error(moe_experts(x, weights, choice, w13, w2, SiluGLU()), want) < 1e-6
+    got = moe_experts(x, weights, choice, FloatExperts(w13=w13, w2=w2), SiluGLU())
+    assert relative_error(got, want) < 1e-6

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from k3vl.kernels.choice import SHARED_MEMORY, choose
+from k3vl.kernels.kda.layer import ComposedKDA
 from k3vl.kernels.vision import REFERENCE
 
 
@@ -24,9 +25,13 @@ def test_the_choice_on_cuda_follows_the_memory_of_a_block(
     assert kernels.name == name
     assert (kernels.vision is REFERENCE) == (name == "reference")
     if name == "triton":
-        for op in (kernels.kda_decode, kernels.kda_prefill, kernels.attn_residual):
+        assert isinstance(kernels.kda, ComposedKDA)
+        ops = (kernels.kda.kda_decode, kernels.kda.kda_prefill, kernels.attn_residual)
+        for op in ops:
             assert op.__module__.endswith(".gpu")
 
 
-def test_a_cpu_has_the_reference_tower() -> None:
-    assert choose(torch.device("cpu"), torch.float32).vision is REFERENCE
+def test_a_cpu_has_a_tower_of_its_own_for_float32() -> None:
+    compiled = choose(torch.device("cpu"), torch.float32).vision
+    assert all(type(op).__module__.endswith(".cpu") for op in (compiled.block, compiled.linear))
+    assert choose(torch.device("cpu"), torch.bfloat16).vision is REFERENCE

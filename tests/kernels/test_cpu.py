@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.choice import choose, cpu_kernels, reference_kernels
-from k3vl.kernels.compiled import EXACT, exp, floats, sigmoid, sources_digest, tanh
+from k3vl.kernels.compiled import COMMON, EXACT, exp, floats, sigmoid, sources_digest, tanh
+from k3vl.kernels.gated_mlp import GatedMLPWeights
+from k3vl.kernels.mla.cpu import MLACPU
+from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.rms_norm import cpu as rms_norm_on_cpu
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -126,25 +129,35 @@ def activate(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor
     return 4 * torch.tanh(g / 4) * torch.sigmoid(g) * 25 * torch.tanh(u / 25)
 
 
+def mlp_weights(gate_up, down, activation: GatedActivation) -> GatedMLPWeights:
+    return GatedMLPWeights(gate_up=gate_up, down=down, activation=activation)
+
+
 @pytest.mark.parametrize("activation", [SITU, SiluGLU()])
 @pytest.mark.parametrize(("rows", "width", "inner"), [(1, 5, 3), (6, 33, 20)])
 def test_gated_mlp(rows: int, width: int, inner: int, activation: GatedActivation) -> None:
     x, gate_up, down = normal(rows, width), normal(2 * inner, width), normal(width, inner)
     hidden = x.double() @ gate_up.double().t()
     want = activate(hidden, activation) @ down.double().t()
-    assert relative_error(CPU.gated_mlp(columns(x), gate_up, down, activation), want) < 1e-6
+    assert (
+        relative_error(CPU.gated_mlp(columns(x), mlp_weights(gate_up, down, activation)), want)
+        < 1e-6
+    )
     assert relative_error(glu_cpu(hidden.float(), activation), activate(hidden, activation)) < 1e-6
 
 
-def moe_weights(*, latent: int | None, norm: bool, activation: GatedActivation) -> MoEWeights:
+def moe_weights(
+    *, latent: int | None, norm: bool, activation: GatedActivation
+) -> MoEWeights[FloatExperts]:
     width, experts, inner, shared = 18, 6, 7, 9
     inside = latent or width
     return MoEWeights(
         router=normal(experts, width),
         router_bias=normal(experts),
         down=normal(inside, width) if latent else None,
-        w13=normal(experts, 2 * inner, inside),
-        w2=normal(experts, inside, inner),
+        experts=FloatExperts(
+            w13=normal(experts, 2 * inner, inside), w2=normal(experts, inside, inner)
+        ),
         norm=normal(inside) if norm else None,
         up=normal(width, inside, seed=1) if latent else None,
         shared_gate_up=normal(2 * shared, width),
@@ -157,7 +170,7 @@ def moe_weights(*, latent: int | None, norm: bool, activation: GatedActivation) 
     )
 
 
-def moe_by_hand(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+def moe_by_hand(x: torch.Tensor, w: MoEWeights[FloatExperts]) -> torch.Tensor:
     """One row in float64."""
     x = x.double()
     scores = torch.sigmoid(w.router.double() @ x)
@@ -168,8 +181,8 @@ def moe_by_hand(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
     latent = x if w.down is None else w.down.double() @ x
     routed = torch.zeros_like(latent)
     for share, e in zip(shares, chosen.tolist(), strict=True):
-        hidden = activate(w.w13[e].double() @ latent, w.activation)
-        routed += w.scale * share * (w.w2[e].double() @ hidden)
+        hidden = activate(w.experts.w13[e].double() @ latent, w.activation)
+        routed += w.scale * share * (w.experts.w2[e].double() @ hidden)
     if w.norm is not None:
         routed = routed * torch.rsqrt(routed.square().mean() + w.eps) * w.norm.double()
     if w.up is not None:
@@ -194,7 +207,7 @@ def test_idle_experts_have_no_influence() -> None:
     want = CPU.latent_moe(x, weights)
     scores = torch.sigmoid(weights.router @ x[0]) + weights.router_bias
     for e in scores.argsort()[:-2]:
-        weights.w13[e], weights.w2[e] = NAN, NAN
+        weights.experts.w13[e], weights.experts.w2[e] = NAN, NAN
     assert torch.equal(CPU.latent_moe(x, weights), want)
 
 
@@ -217,7 +230,7 @@ def test_mla_prefill_is_causal_behind_a_prefix(queries: int, keys: int) -> None:
     pool[rows] = normal(keys, LATENT + SHARED)
     q = columns(normal(queries, HEADS * (NOPE + SHARED))).unflatten(1, (HEADS, -1))
     kv_b = normal(HEADS, NOPE + VALUE, LATENT)
-    got = CPU.mla.prefill(q, kv_b, pool, rows, 0.3)
+    got = MLACPU().prefill(q, kv_b, pool, rows, 0.3)
     for t in range(queries):
         want = attend(q[t], kv_b, pool[rows[: keys - queries + t + 1]])
         assert relative_error(got[t], want) < 1e-6
@@ -229,11 +242,11 @@ def test_mla_decode_ignores_whatever_lies_past_the_end() -> None:
     q, kv_b = normal(2, HEADS, NOPE + SHARED), normal(HEADS, NOPE + VALUE, LATENT)
     rows = torch.tensor([[4, 2, 7, 11, 0], [8, 1, 3, 9, 9]])
     lengths = torch.tensor([5, 2])
-    got = CPU.mla.decode(q, kv_b, pool, rows, lengths, 0.3)
+    got = MLACPU().decode(q, kv_b, pool, rows, lengths, 0.3)
     for i, length in enumerate(lengths.tolist()):
         want = attend(q[i], kv_b, pool[rows[i, :length]])
         assert relative_error(got[i], want) < 1e-6
-        alone = CPU.mla.prefill(q[i : i + 1], kv_b, pool, rows[i, :length], 0.3)
+        alone = MLACPU().prefill(q[i : i + 1], kv_b, pool, rows[i, :length], 0.3)
         assert torch.equal(got[i], alone[0]), "decode and prefill agree to the bit"
 
 
@@ -243,6 +256,7 @@ def test_mla_decode_ignores_whatever_lies_past_the_end() -> None:
 def cases() -> dict[str, object]:
     weights = moe_weights(latent=11, norm=True, activation=SITU)
     matrix, norm = normal(13, 18), normal(18)
+    mlp = mlp_weights(weights.shared_gate_up, weights.shared_down, SITU)
     return {
         "linear": lambda x: CPU.linear(x, matrix),
         "rms_norm": lambda x: CPU.rms_norm(x, norm, 1e-5),
@@ -250,7 +264,7 @@ def cases() -> dict[str, object]:
             torch.stack([x, 2 * x.flip(1)]), norm, norm, 1e-5
         ),
         "latent_moe": lambda x: CPU.latent_moe(x, weights),
-        "gated_mlp": lambda x: CPU.gated_mlp(x, weights.shared_gate_up, weights.shared_down, SITU),
+        "gated_mlp": lambda x: CPU.gated_mlp(x, mlp),
     }
 
 
@@ -281,7 +295,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"latent_moe: x \(2, 17\)"):
         CPU.latent_moe(x[:, 1:], w)
     with pytest.raises(ShapeError, match=r"gated_mlp: x \(2, 17\)"):
-        CPU.gated_mlp(x[:, 1:], w.shared_gate_up, w.shared_down, SITU)
+        CPU.gated_mlp(x[:, 1:], mlp_weights(w.shared_gate_up, w.shared_down, SITU))
     with pytest.raises(ShapeError, match=r"attn_residual: rows \(1, 2, 18\), query \(17,\)"):
         CPU.attn_residual(x.unsqueeze(0), normal(17), normal(17), 1e-5)
     with pytest.raises(ShapeError, match=r"rms_norm: x \(2, 18\) and weight \(17,\)"):
@@ -291,11 +305,11 @@ def test_what_does_not_fit_is_refused() -> None:
     q, kv_b = normal(2, HEADS, NOPE + SHARED), normal(HEADS, NOPE + VALUE, LATENT)
     pool, rows = normal(5, LATENT + SHARED), torch.tensor([1])
     with pytest.raises(ShapeError, match=r"mla: q \(2, 3, 8\), rows \(1,\)"):
-        CPU.mla.prefill(q, kv_b, pool, rows, 0.3)
+        MLACPU().prefill(q, kv_b, pool, rows, 0.3)
     with pytest.raises(ShapeError, match=r"mla: q \(2, 3, 8\), rows \(1, 1\), lengths \(1,\)"):
-        CPU.mla.decode(q, kv_b, pool, rows.unsqueeze(0), rows, 0.3)
+        MLACPU().decode(q, kv_b, pool, rows.unsqueeze(0), rows, 0.3)
     with pytest.raises(ShapeError, match=r"mla: q .*, kv_b \(3, 11, 9\), latents \(5, 8\)"):
-        CPU.mla.prefill(q, kv_b, pool[:, 3:], torch.tensor([1, 2]), 0.3)
+        MLACPU().prefill(q, kv_b, pool[:, 3:], torch.tensor([1, 2]), 0.3)
 
 
 def test_the_choice_is_one_value_with_a_reason(monkeypatch) -> None:
@@ -313,9 +327,10 @@ def test_the_choice_is_one_value_with_a_reason(monkeypatch) -> None:
 
 
 def test_kept_code_belongs_to_the_text_of_all_kernels(tmp_path: Path) -> None:
-    helper, kernel = tmp_path / "compiled.py", tmp_path / "op" / "cpu.py"
+    helper, kernel = tmp_path / COMMON[0], tmp_path / "op" / "cpu.py"
     kernel.parent.mkdir()
-    helper.write_text("one")
+    for name in COMMON:
+        (tmp_path / name).write_text("one")
     kernel.write_text("two")
     before = sources_digest(tmp_path)
     helper.write_text("else")

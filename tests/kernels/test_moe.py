@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 
 from k3vl.errors import ShapeError, WeightError
 from k3vl.kernels.moe import moe_experts
-from k3vl.kernels.moe.mxfp4 import (
-    by_class,
-    moe_experts_mxfp4,
-    pack_words,
-    prepare_experts,
-    unpack_words,
-)
+from k3vl.kernels.moe.experts import FloatExperts
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_experts, unpack_words
 from k3vl.kernels.moe.plan import most_tiles, plan_experts
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
 from k3vl.kernels.situ import SituGLU
@@ -76,13 +71,44 @@ def test_experts_in_four_bits_are_the_decoded_experts() -> None:
     x, weights = torch.randn(6, latent), torch.rand(6, 2)
     chosen = torch.randint(0, experts, (6, 2))
     activation = SituGLU(beta=4.0, linear_beta=25.0)
-    got = moe_experts_mxfp4(x, weights, chosen, prepare_experts(w13, s13, w2, s2), activation)
+    stored = prepare_experts(w13, s13, w2, s2)
     decoded = [dequantize_mxfp4(*p, dtype=torch.float32) for p in ((w13, s13), (w2, s2))]
-    torch.testing.assert_close(got, moe_experts(x, weights, chosen, *decoded, activation))
+    floats = FloatExperts(w13=decoded[0], w2=decoded[1])
+    norm = torch.rand(latent)
+    for more in ((), (norm, 1e-5)):
+        got = moe_experts(x, weights, chosen, stored, activation, *more)
+        assert torch.equal(got, moe_experts(x, weights, chosen, floats, activation, *more))
 
 
-def test_columns_by_class() -> None:
-    assert by_class(16).tolist() == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+def test_rows_of_the_way_in_lie_by_class() -> None:
+    """What the first product writes is split the way the second one reads it."""
+    stored = Mxfp4Experts.empty(2, 32, 32, torch.device("cpu"))
+    scale = torch.arange(32, dtype=torch.uint8).unsqueeze(1)
+    packed = torch.randint(0, 256, (32, 16), dtype=torch.uint8)
+    stored.put(1, "up", packed, scale)
+    by_class = [8 * j + n for n in range(8) for j in range(4)]
+    assert stored.w13_scale[1, 32:, 0].tolist() == by_class
+    assert torch.equal(unpack_words(stored.w13[1, 32:]), packed[by_class])
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_a_matrix_comes_back_as_it_was_put(part: Part) -> None:
+    """From bytes that begin at an odd place of a file, into its own place."""
+    rows, columns = (64, 96) if part != "down" else (96, 64)
+    raw = torch.randint(0, 256, (rows * columns // 2 + 1,), dtype=torch.uint8)
+    packed = raw[1:].view(rows, columns // 2)
+    scale = torch.randint(0, 129, (rows, columns // 32), dtype=torch.uint8)
+    stored = Mxfp4Experts.empty(3, 96, 64, torch.device("cpu"))
+    tensors = (stored.w13, stored.w13_scale, stored.w2, stored.w2_scale)
+    for tensor in tensors:
+        tensor.fill_(7)
+    stored.put(1, part, packed, scale)
+    got = stored.taken(1, part)
+    assert torch.equal(got[0], packed)
+    assert torch.equal(got[1], scale)
+    written = sum(int((tensor != 7).flatten(1).any(1).sum()) for tensor in tensors)
+    assert written == 2, "one matrix of one expert and its scales"
+    assert not any((tensor[[0, 2]] != 7).any() for tensor in tensors)
 
 
 def test_a_scale_out_of_range_is_refused() -> None:
@@ -90,10 +116,21 @@ def test_a_scale_out_of_range_is_refused() -> None:
     s = torch.zeros(1, 64, 1, dtype=torch.uint8), torch.zeros(1, 32, 1, dtype=torch.uint8)
     prepare_experts(w[0], s[0], w[1], s[1])
     s[1][0, 7, 0] = 129
-    with pytest.raises(WeightError, match="w2 has a scale byte of 129"):
+    with pytest.raises(WeightError, match="expert 0: down has a scale byte of 129"):
         prepare_experts(w[0], s[0], w[1], s[1])
     with pytest.raises(ShapeError, match="prepare_experts"):
         prepare_experts(w[0], s[1], w[1], s[1])
+
+
+def test_experts_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(ShapeError, match="experts: w13"):
+        Mxfp4Experts.empty(2, 40, 32, torch.device("cpu"))
+    with pytest.raises(ShapeError, match="experts: w13"):
+        FloatExperts(w13=torch.zeros(2, 8, 6), w2=torch.zeros(2, 6, 3))
+    floats = FloatExperts(w13=torch.zeros(2, 8, 6), w2=torch.zeros(2, 6, 4))
+    weights, chosen = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ShapeError, match=r"moe_experts: x \(3, 5\)"):
+        moe_experts(torch.zeros(3, 5), weights, chosen, floats, SituGLU(beta=4.0, linear_beta=25.0))
 
 
 def run(device: str) -> None:

@@ -8,12 +8,14 @@ run draws new inputs from a printed seed. Usage: triton_check.py OP DEVICE
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import (
     CHUNK,
@@ -29,11 +31,15 @@ from k3vl.kernels.mla.gpu import (
     mla_prefill,
     mla_prefill_latent,
     mla_prefill_packed,
+    mla_store,
+    mla_values,
 )
 from k3vl.kernels.mla.reference import (
     mla_decode_reference,
     mla_prefill_latent_reference,
     mla_prefill_reference,
+    mla_store_reference,
+    mla_values_reference,
 )
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -42,6 +48,13 @@ from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos.gpu import rotate
 from k3vl.kernels.vision_pos.reference import rotate_reference
+from k3vl.lm.batch import Row
+from k3vl.lm.cache import HybridCache, plan_cache
+from k3vl.lm.decode import DirectDecode, EagerRunner, GraphRunner, StaticDecode
+from k3vl.lm.model import K3Model
+from k3vl.lm.sampler import Sampler
+from k3vl.types import SamplingParams
+from tests.tiny import TRITON, fill
 
 DEVICE = torch.device(sys.argv[2])
 ON_GPU = DEVICE.type == "cuda"
@@ -292,6 +305,84 @@ def check_mla_decode() -> Iterator[str]:
             yield f"{dtype} H{heads} R{latent}, NaN in unused rows"
 
 
+def check_mla_decode_pages() -> Iterator[str]:
+    """Pages of a table, rows by columns or columns by rows; unused pages and entries are NaN."""
+    heads, latent, shared = 3, 32, 16
+    for dtype in DTYPES:
+        for page in (16, 48, 64):
+            lengths = torch.tensor([1, 0, page, page + 1, 3 * page - 1, 2 * page], device=DEVICE)
+            batch, most = len(lengths), 5
+            latents = normal(batch * most * (page + 7), latent + shared, dtype=dtype)
+            begins = torch.randperm(batch * most, device=DEVICE).view(batch, most) * (page + 7)
+            unused = torch.ones(len(latents), dtype=torch.bool, device=DEVICE)
+            for b, length in enumerate(lengths.tolist()):
+                for t in range(length):
+                    unused[begins[b, t // page] + t % page] = False
+            latents[unused] = float("nan")
+            begins[1] = 2**62  # a padding row's table is never read
+            clean = begins.clone()
+            clean[1] = 0
+            q = normal(batch, heads, latent + shared, dtype=dtype)
+            q[1] = 1.0
+            args = (latents.double().nan_to_num(), clean, lengths, latent, 0.2, page)
+            want = mla_decode_reference(q.double(), *args)
+            for table in (begins, begins.T.contiguous().T):
+                for shape in (None, *(DecodeShape(16, 16, 4, 1, splits) for splits in (1, 3, 40))):
+                    got = mla_decode(q, latents, table, lengths, latent, 0.2, page, shape=shape)
+                    close(f"pages of {page} {dtype} {shape}", got, want, bound(dtype))
+                    assert not got[1].any(), "padding gets zeros"
+        yield f"{dtype} pages of 16, 48 and 64; NaN in all that is not used"
+
+
+def check_mla_store() -> Iterator[str]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens, latent, shared in ((1, 16, 16), (3, 12, 4), (65, 512, 64), (17, 40, 1)):
+            c, _, tail = normal(tokens, latent + 9 + shared, dtype=dtype).split(
+                (latent, 9, shared), -1
+            )
+            norm = (torch.rand(latent, device=DEVICE) + 0.5).to(dtype)
+            pool = normal(tokens + 5, 2, latent + shared, dtype=dtype)[:, 0]  # rows lie apart
+            rows = torch.randperm(tokens + 5, device=DEVICE)[:tokens]
+            if tokens > 1:
+                c[1], tail[1] = float("nan"), float("nan")
+                rows[1] = -1
+            want = pool.double()
+            clean = c.double().nan_to_num(), tail.double().nan_to_num()
+            mla_store_reference(*clean, norm.double(), 1e-6, want, rows)
+            mla_store(c, tail, norm, 1e-6, pool, rows)
+            close(f"store {dtype} {tokens} x {latent} + {shared}", pool, want, bound(dtype))
+            behind = rows[rows >= 0]
+            assert torch.equal(pool[behind, latent:], tail[rows >= 0])
+            others = torch.ones(tokens + 5, dtype=torch.bool, device=DEVICE)
+            others[behind] = False
+            assert torch.equal(pool[others].double(), want[others]), "others' rows stay"
+        yield f"{dtype} with padding and rows apart"
+    far = 2**31 // 32 + 7
+    pool = untouched_zeros(far + 1, 32)
+    c, tail, norm = normal(1, 16), normal(1, 16), torch.ones(16, device=DEVICE)
+    mla_store(c, tail, norm, 1e-6, pool, torch.tensor([far], device=DEVICE))
+    want = untouched_zeros(1, 32).double()
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    mla_store_reference(c.double(), tail.double(), norm.double(), 1e-6, want, first)
+    close("far row", pool[far:], want, EXACT)
+    yield f"row {far}"
+
+
+def check_mla_values() -> Iterator[str]:
+    for dtype in DTYPES:
+        sizes = ((1, 3, 32, 16), (15, 2, 64, 32), (17, 3, 128, 24), (65, 2, 16, 65), (3, 1, 256, 1))
+        for batch, heads, latent, width in (*sizes, *((32, 96, 512, 128),) * ON_GPU):
+            mixed = normal(batch, heads, latent, dtype=dtype)
+            kv_b = normal(heads, 7 + width, latent, dtype=dtype) / latent**0.5
+            gate = normal(batch, heads * width + 5, dtype=dtype)[:, : heads * width]
+            for logits in (gate, None):
+                wide = None if logits is None else logits.double()
+                want = mla_values_reference(mixed.double(), kv_b[:, 7:].double(), wide)
+                got = mla_values(mixed, kv_b[:, 7:], logits)
+                close(f"values {dtype} B{batch} R{latent} V{width}", got, want, bound(dtype))
+        yield f"{dtype} gated and not"
+
+
 def check_mla_prefill() -> Iterator[str]:
     sizes = ((1, 1), (2, 3), (15, 16), (17, 129), (65, 65))
     for dtype in DTYPES:
@@ -372,12 +463,62 @@ def check_pixels() -> Iterator[str]:
         yield f"{dtype}"
 
 
+def check_decode_step() -> Iterator[str]:
+    """Whole steps of a tiny K3 on fixed memory, as graphs where there are any: growing, padded."""
+    reference, ours = (
+        K3Model(TRITON, kernels, dtype=torch.float32, device=DEVICE).eval()
+        for kernels in (reference_kernels("a check"), triton_kernels("a check"))
+    )
+    fill(reference)
+    ours.load_state_dict(reference.state_dict())
+    sizes = plan_cache(TRITON, torch.float32, budget_bytes=2**21, page_size=16)
+    caches = [HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(2)]
+    for cache in caches:
+        cache.buffer.view(torch.float32).fill_(float("nan"))
+    units = iter(torch.randperm(sizes.num_units).tolist())
+    rows = [
+        Row(
+            token_ids=[number],
+            context_len=0,
+            slot=[next(units) for _ in range(sizes.units_per_slot)],
+            pages=[next(units) for _ in range(2)],
+        )
+        for number in range(5)
+    ]
+    for cache in caches:
+        for row in rows:
+            cache.clear(row.slot)
+    static = StaticDecode(ours, caches[0], GraphRunner() if ON_GPU else EagerRunner())
+    direct = DirectDecode(reference, caches[1])
+    for step in range(20 if ON_GPU else 4):
+        count = (1, 3, 5, 2)[step % 4]
+        kinds = [{"temperature": 1.0, "seed": step}, {"logprobs": 2}, {}]
+        params = [SamplingParams(**kinds[i % 3]) for i in range(count)]
+        samplers = [[Sampler(p) for p in params] for _ in range(2)]
+        got = static.run(rows[:count], samplers[0])
+        assert got == direct.run(rows[:count], samplers[1]), f"step {step} of {count}"
+        for mine, theirs in zip(*samplers, strict=True):
+            if mine.logprobs is not None:
+                assert abs(mine.logprobs.logprob - theirs.logprobs.logprob) < 1e-3
+        for i, token in enumerate(got):
+            row = replace(rows[i], token_ids=[token], context_len=rows[i].context_len + 1)
+            rows[i] = row
+        mine, theirs = (cache.units[[u for r in rows for u in r.slot]] for cache in caches)
+        mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
+        close("states and windows", mine, theirs.double(), 1e-4)
+    owned = {unit for row in rows for unit in (*row.slot, *row.pages)}
+    free = [unit for unit in range(sizes.num_units) if unit not in owned]
+    assert caches[0].units[free].view(torch.float32).isnan().all(), "nobody's units stay"
+    yield "steps of 1, 3, 5 and 2 rows"
+
+
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
     "kda_prefill": (check_kda_prefill, check_kda_snapshots),
-    "mla_decode": (check_mla_decode,),
+    "mla_decode": (check_mla_decode, check_mla_decode_pages, check_mla_store, check_mla_values),
     "mla_prefill": (check_mla_prefill,),
     "attn_residual": (check_attn_residual,),
+    "decode_step": (check_decode_step,),
     "vision": (check_vision, check_pixels),
 }
 

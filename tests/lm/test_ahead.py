@@ -15,6 +15,7 @@ from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.types import EncoderItem, MediaSpan, Prompt, SamplingParams
 from tests.lm.test_engine import PROMPTS, STOP, FakeEncoder, alone, drain, picture
+from tests.timing import until
 from tests.tiny import tiny_model, tokens
 
 __all__ = ["alone"]
@@ -35,7 +36,7 @@ class GatedEncoder(FakeEncoder):
     def encode(self, items):
         self.threads.append(threading.current_thread().name)
         self.entered.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         return super().encode(items)
 
 
@@ -114,7 +115,7 @@ def test_text_does_not_wait_for_pictures(encoder: GatedEncoder) -> None:
     served = backend(encoder)
     encoder.gate.clear()
     _, slow = submit(served, PROMPTS[0])
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     _, quick = submit(served, TEXT)
     assert text(quick)
     assert slow.empty()
@@ -129,12 +130,12 @@ def test_a_request_is_cancelled_while_its_media_are_encoded(encoder: GatedEncode
     encoder.gate.clear()
     first, inbox = submit(served, PROMPTS[0])
     second, behind = submit(served, PROMPTS[2])
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     served.cancel(second)
     served.cancel(first)
     served.cancel(first)
     for each in (inbox, behind):
-        assert isinstance(each.get(timeout=20), Cancelled)
+        assert isinstance(each.get(timeout=60), Cancelled)
     encoder.gate.set()
     _, after = submit(served, PROMPTS[4])
     assert text(after)
@@ -149,13 +150,13 @@ def test_closing_ends_what_is_being_encoded(encoder: GatedEncoder) -> None:
     served = backend(encoder)
     encoder.gate.clear()
     inboxes = [submit(served, item)[1] for item in PROMPTS[:2]]
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     closing = threading.Thread(target=served.close)
     closing.start()
     for inbox in inboxes:
-        assert isinstance(inbox.get(timeout=20), Cancelled)
+        assert isinstance(inbox.get(timeout=60), Cancelled)
     encoder.gate.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
     assert all(inbox.empty() for inbox in inboxes), "they hear of it once"
     with pytest.raises(BackendError, match="closed"):
@@ -171,10 +172,10 @@ def test_a_dead_engine_fails_those_that_are_being_encoded(encoder: GatedEncoder)
     served._engine.model.forward = broken
     encoder.gate.clear()
     _, inbox = submit(served, PROMPTS[0])
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     _, doomed = submit(served, TEXT)
     for each in (doomed, inbox):
-        error = each.get(timeout=20)
+        error = each.get(timeout=60)
         assert isinstance(error, BackendError)
         assert "out of memory" in str(error)
     encoder.gate.set()
@@ -197,10 +198,8 @@ def test_a_picture_that_cannot_be_encoded_fails_its_request_alone(
 
 def test_idle_is_the_time_without_any_request(encoder: GatedEncoder) -> None:
     served = backend(encoder)
-    time.sleep(0.2)
+    until(lambda: served.stats().idle_seconds >= 0.2)
     encoder.gate.clear()
-    begin = served.stats().idle_seconds
-    assert begin >= 0.2
     _, inbox = submit(served, PROMPTS[0])
     text(submit(served, TEXT)[1])
     busy = served.stats().idle_seconds
@@ -208,8 +207,7 @@ def test_idle_is_the_time_without_any_request(encoder: GatedEncoder) -> None:
     assert served.stats().idle_seconds == busy, "one is being encoded"
     encoder.gate.set()
     text(inbox)
-    time.sleep(0.3)
-    assert served.stats().idle_seconds > busy + 0.2
+    until(lambda: served.stats().idle_seconds > busy + 0.2)
     served.close()
 
 
@@ -232,15 +230,14 @@ def test_weights_that_change_take_no_features_of_the_old(encoder: GatedEncoder) 
     encoder.gate.clear()
     encoder.entered.clear()
     _, before = submit(served, PROMPTS[2])
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     updating = threading.Thread(target=served.update, args=(tiny_model(), OtherEncoder()))
     updating.start()
-    while not served._updates_behind:
-        time.sleep(0.01)
+    until(lambda: served._updates_behind)
     _, after = submit(served, PROMPTS[0])
     encoder.gate.set()
     assert text(before)
     assert text(after) == expected
-    updating.join(20)
+    updating.join(60)
     assert text(submit(served, PROMPTS[0])[1]) == expected
     served.close()

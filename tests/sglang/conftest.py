@@ -30,7 +30,11 @@ else:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kit.make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+    from tests.sglang.taught import teach_the_call
+
+    directory = kit.make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+    teach_the_call(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

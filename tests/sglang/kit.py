@@ -41,7 +41,7 @@ FLAGS = (
     "--dtype=float32",  # the interpreter computes bfloat16 wrongly
     "--attention-backend=triton",
     "--sampling-backend=pytorch",
-    "--grammar-backend=none",
+    "--grammar-backend=xgrammar",
     "--disable-cuda-graph",
     "--disable-radix-cache",
     "--disable-overlap-schedule",
@@ -177,8 +177,8 @@ class Server:
         with self._open(path, body, url or self.url) as response:
             return response.status, json.load(response)
 
-    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        with self._open(path, {**body, "stream": True}, self.url) as response:
+    def stream(self, path: str, body: dict[str, Any], *, url: str = "") -> list[dict[str, Any]]:
+        with self._open(path, {**body, "stream": True}, url or self.url) as response:
             lines = response.read().decode().splitlines()
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]"

@@ -11,6 +11,7 @@ import pytest
 
 from k3vl.sglang.plugin import PROCESSORS_VARIABLE
 from k3vl.sglang.releases import SUPPORTED
+from k3vl.types import ChatOptions
 
 NAMES = {
     "sglang.srt.environ:envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "names our processors",
@@ -20,6 +21,20 @@ NAMES = {
     "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatEncodingAdapter.encode_messages": (
         "is what our chat encoder implements"
     ),
+    **{
+        f"sglang.srt.entrypoints.openai.chat_encoding_adapters:{name}": why
+        for name, why in {
+            "ChatEncodingOutputAdapter": "is what our reader of answers implements",
+            "ResponsesOutputStream": "is what it implements for /v1/responses",
+            "ChatOutputHooks": "is what it asks for ids of tool calls",
+            "select_new_output_ids": "tells it what is new in a chunk",
+            "token_output_sse_chunks": "frames what it says",
+        }.items()
+    },
+    "sglang.srt.entrypoints.openai.protocol:ToolCall": "is a tool call of a reply",
+    "sglang.srt.entrypoints.openai.protocol:FunctionResponse": "is its name and arguments",
+    "sglang.srt.function_call.core_types:ToolCallItem": "is the same for /v1/responses",
+    "sglang.srt.runtime_context:get_serving": "holds incremental_streaming_output",
     "sglang.srt.entrypoints.openai.chat_encoding:resolve_chat_encoding_spec": (
         "says that K3's chats are encoded by 'kimi_k3'"
     ),
@@ -47,6 +62,17 @@ NAMES = {
     },
 }
 PARAMETERS = {
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:select_new_output_ids": {
+        "output_ids",
+        "num_consumed_tokens",
+        "completion_tokens",
+        "finish_reason_type",
+        "incremental",
+    },
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:token_output_sse_chunks": {
+        *("chunk_id", "created", "model", "index", "usage", "logprobs"),
+        *("reasoning", "content", "tool_calls"),
+    },
     "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatEncodingAdapter.encode_messages": {
         "messages",
         "request",
@@ -86,6 +112,16 @@ FIELDS = {
         "reasoning_effort",
         "response_format",
         "continue_final_message",
+        *("stop", "no_stop_trim", "separate_reasoning", "stream_reasoning"),
+    },
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatOutputHooks": {
+        "history_tool_calls_count",
+        "tool_call_id",
+    },
+    "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatEncodingAdapterContext": {
+        "reasoning_parser",
+        "tool_call_parser",
+        "chat_hooks",
     },
 }
 
@@ -118,14 +154,26 @@ def test_a_value_has_the_fields_that_the_plugin_reads(name: str) -> None:
     assert not missing, f"{name} of SGLang {version('sglang')} has no {sorted(missing)}"
 
 
-def test_the_adapter_has_every_member_of_the_protocol() -> None:
-    from sglang.srt.entrypoints.openai.chat_encoding_adapters import ChatEncodingAdapter
+def members(protocol: Any) -> set[str]:
+    names = set(vars(protocol)) | set(inspect.get_annotations(protocol))
+    return {name for name in names if not name.startswith("_")}
 
+
+def test_our_classes_have_every_member_of_the_protocols() -> None:
+    from sglang.srt.entrypoints.openai import chat_encoding_adapters as theirs
+
+    from k3vl.sglang.answers import K3AnswerAdapter, ResponsesStream
     from k3vl.sglang.chat import K3ChatAdapter
 
-    wanted = {name for name in vars(ChatEncodingAdapter) if not name.startswith("_")}
-    wanted |= set(inspect.get_annotations(ChatEncodingAdapter))
-    assert wanted <= set(dir(K3ChatAdapter))
+    adapter = K3ChatAdapter(None, ChatOptions(), takes_clips=True)  # type: ignore[arg-type]
+    assert members(theirs.ChatEncodingAdapter) <= set(dir(adapter))
+    for protocol, ours in (
+        (theirs.ChatEncodingOutputAdapter, K3AnswerAdapter),
+        (theirs.ResponsesOutputStream, ResponsesStream),
+    ):
+        for name in members(protocol):
+            wanted = inspect.signature(getattr(protocol, name)).parameters
+            assert inspect.signature(getattr(ours, name)).parameters.keys() == wanted.keys(), name
 
 
 def test_the_release_is_one_that_we_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import subprocess
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from k3vl.types import ChatOptions, SamplingParams
+from k3vl.app.chat_demo.remote import RemoteChat
+from k3vl.types import ChatOptions, MediaPart, Message, SamplingParams, TextPart
 from k3vl.xtml.tokens import MEDIA_PAD
+from tests.sglang import taught
 from tests.sglang.kit import clip, data_uri, image_url, picture, text, video_url
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ CONVERSATIONS: Mapping[str, list[dict[str, Any]]] = {
     ],
 }
 MORE: Mapping[str, dict[str, Any]] = {
-    # Free calls want a grammar, which means minutes of single bytes for a model that knows nothing.
+    # Where calls are free the answer has a grammar, and is no longer the embedded engine's.
     "tools": {"tools": [TOOL], "tool_choice": "none"},
     "text": {"chat_template_kwargs": {"thinking": False}},
 }
@@ -105,10 +108,12 @@ def prepare(pipeline: Pipeline, name: str) -> Prepared:
     return pipeline.prepare(request)
 
 
-def generate(pipeline: Pipeline, prepared: Prepared) -> tuple[list[int], list[float]]:
+def generate(
+    pipeline: Pipeline, prepared: Prepared, num_tokens: int = NUM_TOKENS
+) -> tuple[list[int], list[float]]:
     """Greedy ids and their log-probabilities, by the embedded engine, without any constraint."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, logprobs=0)
+    sampling = SamplingParams(max_tokens=num_tokens, logprobs=0)
     pipeline.backend.submit(prepared.prompt, sampling, inbox.put)
     ids, logprobs = [], []
     while True:
@@ -169,6 +174,97 @@ def test_a_stream_says_the_same(server: Server, answers: dict[str, Any]) -> None
     whole = answers["video"]["choices"][0]["message"]["reasoning_content"]
     assert said.replace("�", "") == whole.replace("�", "")
     assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+CALLING: Mapping[str, Any] = {
+    "model": "tiny",
+    "messages": taught.ASKED,
+    "tools": [taught.TOOL],
+    "chat_template_kwargs": {"thinking": False},
+    "max_tokens": 200,
+    "temperature": 0,
+}
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def calls(server: Server) -> dict[str, Any]:
+    """The tool call that the model makes, whole by SGLang and streamed by our server."""
+
+    def whole() -> Any:
+        status, answer = server.post(
+            "/v1/chat/completions", {**CALLING, "tool_choice": NAMED, "return_token_ids": True}
+        )
+        assert status == 200, answer
+        return answer
+
+    def stream() -> Any:
+        return server.stream("/v1/chat/completions", dict(CALLING), url=server.front)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {"whole": pool.submit(whole), "stream": pool.submit(stream)}
+    return {name: job.result() for name, job in jobs.items()}
+
+
+def test_a_tool_call_is_made_by_the_model(calls: dict[str, Any], pipeline: Pipeline) -> None:
+    """Token by token, the same as by the embedded engine."""
+    (choice,) = calls["whole"]["choices"]
+    said = pipeline.tokenizer.encode_segment(taught.ANSWER, True)
+    assert choice["response_token_ids"] == said
+    request = pipeline.request(
+        taught.ASKED, tools=[taught.TOOL], options=ChatOptions(thinking=False)
+    )
+    assert generate(pipeline, pipeline.prepare(request), len(said))[0] == said
+
+
+def test_a_tool_call_reaches_the_client(calls: dict[str, Any]) -> None:
+    (choice,) = calls["whole"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert not choice["message"]["content"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]) == taught.ARGUMENTS
+    assert call["id"] == "look:0", "SGLang's own ids"
+
+
+def test_arguments_come_as_they_are_made(calls: dict[str, Any]) -> None:
+    """SGLang streams them to our server, which streams them on."""
+    choices = [event["choices"][0] for event in calls["stream"] if event["choices"]]
+    assert not "".join(choice["delta"].get("content") or "" for choice in choices)
+    pieces = [piece for choice in choices for piece in choice["delta"].get("tool_calls") or ()]
+    assert pieces[0]["function"]["name"] == "look"
+    assert pieces[0]["id"]
+    assert {piece["index"] for piece in pieces} == {0}
+    arguments = [piece["function"].get("arguments") or "" for piece in pieces]
+    assert json.loads("".join(arguments)) == taught.ARGUMENTS
+    assert len([text for text in arguments if text]) >= len(taught.ARGUMENTS["at"])
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_the_chat_page_s_model_is_answered(
+    server: Server, answers: dict[str, Any], pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """What ``k3vl demo --base-url`` asks, and the events that its page shows."""
+    path = tmp_path / "clip.mkv"
+    path.write_bytes(TWO_GROUPS)
+    chat = RemoteChat(f"{server.url}/v1", "tiny", pipeline.processor)
+    chat.check()
+    message = Message(role="user", parts=(MediaPart("video", path), TextPart("what?")))
+
+    async def talk() -> list[Any]:
+        stream = chat.stream(
+            [message],
+            tools=(),
+            options=ChatOptions(thinking_effort=None),
+            sampling=SamplingParams(max_tokens=NUM_TOKENS),
+        )
+        return [event async for event in stream]
+
+    *said, finish = asyncio.run(talk())
+    whole = answers["video"]["choices"][0]["message"]["reasoning_content"]
+    assert "".join(event.text for event in said).replace("�", "") == whole.replace("�", "")
+    assert finish.reason == "length"
+    assert finish.usage.prompt_tokens == answers["video"]["usage"]["prompt_tokens"]
 
 
 def test_clips_share_the_groups_that_they_have_in_common(server: Server) -> None:

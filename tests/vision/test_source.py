@@ -8,14 +8,18 @@ import socket
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from k3vl.config import K3_MEDIA
 from k3vl.errors import MediaError
+from k3vl.vision.data_uri import decode_data_uri
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy, is_public_address, resolve
+from tests.timing import cpu_limit
 from tests.vision.files import encode
 
 PNG = encode(Image.new("RGB", (8, 8), (1, 2, 3)))
@@ -83,6 +87,52 @@ def test_what_is_no_usable_url_is_refused(uri, expected):
     assert code(uri) == expected
 
 
+LONG = np.random.default_rng(0).bytes(200_000)
+"""Several of the pieces that a URL is decoded in, whose borders fall anywhere."""
+
+
+@pytest.mark.parametrize("size", [len(LONG), len(LONG) - 1, len(LONG) - 2])
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda data: base64.b64encode(data).decode(),
+        lambda data: base64.encodebytes(data).decode().replace("\n", "\r\n"),
+        lambda data: base64.urlsafe_b64encode(data).decode().rstrip("="),
+        lambda data: quote(base64.b64encode(data).decode(), safe=""),
+        lambda data: "".join(f"%{ord(c):02x}" for c in base64.b64encode(data).decode()),
+        lambda data: "\n" + " " * 10_000 + base64.b64encode(data).decode(),
+    ],
+)
+def test_long_data_uris(written, size):
+    uri = "data:;base64," + written(LONG[:size])
+    for form in (uri, bytearray(uri.encode())):
+        assert decode_data_uri(form, "image", size) == LONG[:size]
+        with pytest.raises(MediaError, match="too long"):
+            decode_data_uri(form, "image", size - 1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "A" * 100_000 + "=" + "A" * 100_000,
+        "A" * 99_999 + "=" * 80_000 + "A",
+        "A" * 100_000 + "!",
+        "A" * 100_000 + "ä",
+        "A" * 100_000 + "%4",
+        "A" * 65_535 + "%",
+        "A" * 100_001,
+    ],
+)
+def test_long_nonsense(payload):
+    assert code("data:;base64," + payload) == "data_uri_invalid"
+    with pytest.raises(MediaError, match="not valid base64"):
+        decode_data_uri(bytearray(f"data:;base64,{payload}".encode()), "image", 2**20)
+
+
+def test_the_header_of_a_data_uri_is_short():
+    assert code("data:" + ";" * 5000 + ";base64,AAAA") == "data_uri_invalid"
+
+
 def test_errors_do_not_repeat_the_payload():
     with pytest.raises(MediaError) as info:
         resolve("data:image/png;base64,SECRET!!", "image", DEFAULT_POLICY)
@@ -92,19 +142,16 @@ def test_errors_do_not_repeat_the_payload():
 def test_frame_lists_are_refused_before_decoding():  # R31, V40, V41
     frame = base64.b64encode(encode(Image.new("RGB", (64, 64)), "JPEG")).decode()
     uri = "data:video/jpeg;base64," + ",".join([frame] * 5000)
-    start = time.perf_counter()
-    assert code(uri, kind="video") == "frame_list_unsupported"
-    assert time.perf_counter() - start < 0.5
+    with cpu_limit(0.5):
+        assert code(uri, kind="video") == "frame_list_unsupported"
 
 
 def test_concatenated_jpegs_are_no_video():  # R31, V40
     data = encode(Image.new("RGB", (64, 64)), "JPEG") * 5000
     uri = "data:video/jpeg;base64," + base64.b64encode(data).decode()
-    start = time.perf_counter()
-    with pytest.raises(MediaError) as info:
+    with cpu_limit(1.0), pytest.raises(MediaError) as info:
         MediaProcessor(K3_MEDIA).process(uri, "video")
     assert info.value.code == "image_as_video"
-    assert time.perf_counter() - start < 1.0
 
 
 def test_size_is_checked_before_decoding():
@@ -222,7 +269,7 @@ def server():
     thread.join()
 
 
-OPEN = FetchPolicy(allow_private_networks=True, total_seconds=5.0, max_bytes=100_000)
+OPEN = FetchPolicy(allow_private_networks=True, total_seconds=30.0, max_bytes=100_000)
 
 
 def redirect(location, status=302):
@@ -435,7 +482,7 @@ def test_dripping_server_hits_the_total_time(server):
         handler.reply(200, b"x", Content_Length=None)
         handler.close_connection = False
         with contextlib.suppress(OSError):
-            for _ in range(60):
+            for _ in range(1200):
                 time.sleep(0.05)
                 handler.wfile.write(b"x")
         handler.close_connection = True
@@ -445,11 +492,11 @@ def test_dripping_server_hits_the_total_time(server):
     start = time.perf_counter()
     with pytest.raises(MediaError, match="timed out"):
         resolve(server.url + "/", "image", policy)
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < 30, "it would go on for a minute"
 
 
 def test_silent_server_hits_the_read_time(server):
-    server.routes["/"] = lambda _: time.sleep(1.0)
+    server.routes["/"] = lambda _: time.sleep(5.0)
     policy = FetchPolicy(allow_private_networks=True, read_seconds=0.2)
     with pytest.raises(MediaError, match="timed out"):
         resolve(server.url + "/", "image", policy)

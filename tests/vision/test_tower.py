@@ -1,18 +1,22 @@
 """The tower against a naive forward, and its behaviour over packed items."""
 
+import dataclasses
 import math
+from collections import Counter
 
 import pytest
 import torch
 
-from k3vl.config import MediaConfig
+from k3vl.config import K3_MEDIA, MediaConfig
 from k3vl.errors import ShapeError
+from k3vl.kernels.vision import triton_vision
 from k3vl.kernels.vision_pos.reference import (
     resize_position_table_reference,
     rotate_reference,
     temporal_rows_reference,
 )
 from k3vl.vision.tower import VisionTower, merge
+from tests.device_only import META, device_only, recorded
 from tests.vision.tiny_vision import TINY, pixels, tiny_models
 
 GRIDS = [(1, 2, 2), (1, 4, 6), (2, 4, 2), (4, 2, 4), (1, 6, 5 + 1), (3, 4, 6)]
@@ -161,14 +165,52 @@ def test_bfloat16_tower_is_close_to_float32():
     assert error / out.float().norm() < 0.03
 
 
-def test_rotary_tables_are_kept_within_bounds_and_change_nothing():
+def test_plans_of_grids_are_kept_within_bounds_and_change_nothing(monkeypatch):
     tower, _ = tiny_models()
-    patches = pixels((1, 2, 2))
-    first = tower(patches, [(1, 2, 2)])
-    for columns in range(2, 80, 2):
-        tower(pixels((1, 2, columns)), [(1, 2, columns)])
-    assert len(tower._rotary) <= 16
-    assert torch.equal(tower(patches, [(1, 2, 2)]), first)
+    monkeypatch.setattr("k3vl.vision.tower._PLAN_BYTES", 30_000)
+    grids = [(1, 2, 2), *((1, 2, columns) for columns in range(2, 80, 2)), (2, 2, 4), (1, 2, 2)]
+    for grid in grids:
+        fresh, _ = tiny_models()
+        assert torch.equal(tower(pixels(grid), [grid]), fresh(pixels(grid), [grid]))
+        assert sum(plan.nbytes for plan in tower._plans.values()) <= 30_000
+    assert (2, 2, 4) in tower._plans
+    assert (1, 2, 4) not in tower._plans, "the oldest went"
+
+
+def test_plans_follow_the_table_they_were_made_from():
+    tower, _ = tiny_models()
+    grid = (2, 4, 2)
+    before = tower(pixels(grid), [grid])
+    tower.position_table.mul_(2)
+    fresh, _ = tiny_models()
+    fresh.position_table.mul_(2)
+    after = tower(pixels(grid), [grid])
+    assert torch.equal(after, fresh(pixels(grid), [grid]))
+    assert not torch.equal(after, before)
+    tower.position_table.data = tower.position_table.data / 2
+    assert torch.equal(tower(pixels(grid), [grid]), before)
+    tower.position_table.requires_grad_(True)
+    tower(pixels(grid), [grid]).sum().backward()
+    tower(pixels(grid), [grid]).sum().backward()
+    assert tower.position_table.grad is not None
+
+
+def test_a_repeated_grid_needs_nothing_of_the_host_but_launches():
+    pytest.importorskip("triton")
+    config = dataclasses.replace(
+        TINY, vt_hidden_size=32, qkv_hidden_size=64, vt_num_attention_heads=2
+    )
+    tower = VisionTower(config, K3_MEDIA, device=META, kernels=triton_vision()).requires_grad_(
+        False
+    )
+    grids = [(1, 4, 6), (2, 2, 2)]
+    patches = torch.empty(32, 3, 14, 14, dtype=torch.uint8, device=META)
+    with recorded():
+        tower(patches, grids)
+    with device_only() as launches:
+        tower(patches, grids)
+    names = Counter(launch.kernel for launch in launches)
+    assert names == {"pixel_kernel": 1, "rotate_kernel": 2, "flash_kernel": 2}
 
 
 def test_gradients_reach_every_parameter():

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from k3vl.checkpoint import CheckpointReader, save_checkpoint
+from k3vl.checkpoint import CheckpointReader
+from k3vl.checkpoint_writer import save_checkpoint
 from k3vl.config import K3_MEDIA, load_config
 from k3vl.errors import WeightError
 from k3vl.vision.weights import VISION_PREFIXES, expected_tensors, load_vision, placements

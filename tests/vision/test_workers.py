@@ -226,3 +226,38 @@ def test_a_pool_can_be_ended_from_outside_of_its_loop() -> None:
     assert len(living_workers()) == 2
     pool.kill()
     assert living_workers() == []
+
+
+def memory(process: psutil.Process, which: str) -> int:
+    """``VmRSS``, what a process holds now, or ``VmHWM``, the most since :func:`forget_peak`."""
+    status = Path("/proc", str(process.pid), "status").read_text()
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    return 1024 * int(lines[which].split()[0])
+
+
+def forget_peak(process: psutil.Process) -> None:
+    Path("/proc", str(process.pid), "clear_refs").write_text("5")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks")
+@pytest.mark.parametrize("unit", ["A", "%41", "A\n"])
+def test_a_long_data_url_is_held_once(unit: str) -> None:
+    """In the worker what came and what it stands for, here nothing beside what came."""
+    length = 12 * 2**20
+    url = "data:image/png;base64," + unit * (length // len(unit))
+
+    async def test(workers: MediaWorkers) -> None:
+        await workers.process(MediaPart("image", FOX))
+        processes = {"worker": living_workers()[0], "server": psutil.Process()}
+        before = {}
+        for name, process in processes.items():
+            forget_peak(process)
+            before[name] = memory(process, "VmRSS")
+        with pytest.raises(MediaError) as caught:
+            await workers.process(MediaPart("image", url))
+        assert caught.value.code == "not_an_image"
+        extra = {name: memory(p, "VmHWM") - before[name] for name, p in processes.items()}
+        assert extra["worker"] < 2 * length + 2**21, extra
+        assert extra["server"] < 2**21, extra
+
+    with_workers(test)

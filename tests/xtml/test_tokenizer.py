@@ -80,7 +80,10 @@ def test_sizes_and_ids_outside(k3, tiny):
 
 
 @pytest.mark.parametrize("name", ["k3", "tiny"])
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(text=st.text())
 def test_text_survives_and_streams_character_by_character(name, request, text):
     tokenizer = request.getfixturevalue(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from types import MappingProxyType
 
 import pytest
@@ -22,6 +21,7 @@ from k3vl.xtml.values import (
     strict_json,
     unescape_attribute,
 )
+from tests.timing import cpu_limit
 
 JSON = st.recursive(
     st.none()
@@ -142,6 +142,5 @@ def test_headers(header, tag, attributes):
 
 @pytest.mark.parametrize("unit", ['a="', 'a="b" ', '"', "=", " ", "a"])
 def test_headers_take_linear_time(unit):
-    started = time.perf_counter()
-    parse_header("call " + unit * 200_000)
-    assert time.perf_counter() - started < 2
+    with cpu_limit(2):
+        parse_header("call " + unit * 200_000)
