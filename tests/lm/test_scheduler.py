@@ -72,6 +72,7 @@ class Machine:
             if new.restore is not None:
                 depth = self.state[new.restore.units[0]][1]
                 assert self.state[new.restore.units[0]][0] == new.keys[depth - 1], "another's state"
+                self.state[new.slot[0]] = self.state[new.restore.units[0]]
             assert depth * PAGE == new.num_cached
             plan.restored(new)
         for feature in step.encode:
