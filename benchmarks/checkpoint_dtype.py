@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 
@@ -49,6 +50,11 @@ class Asked:
         self.logits.append(logits.clone())
         self.ids.append(self.inner.choose(logits))
         return self.ids[-1]
+
+
+def one_by_one(logits: torch.Tensor, asked: list[Asked]) -> list[int]:
+    """In place of ``k3vl.lm.decode.choose``, so that everybody is shown the logits."""
+    return [one.choose(row) for row, one in zip(logits, asked, strict=True)]
 
 
 class Runner:
@@ -131,6 +137,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with Pipeline.load(device="cpu", engine=EngineConfig(num_threads=1)) as pipeline:
         chats = conversations(pipeline, options.pictures)
+        watching = patch("k3vl.lm.decode.choose", one_by_one)
+        watching.start()
         exact: list[Asked] = []
         for dtype in ("exact", "bfloat16", "int8"):
             runner, answers, cached = Runner(pipeline, dtype), [], 0
@@ -150,6 +158,7 @@ def main() -> None:
                 **compare(exact, answers),
             }
             print(dtype, json.dumps(results[dtype]))
+        watching.stop()
     record = {
         "versions": {"k3vl": k3vl.__version__, "torch": torch.__version__},
         "results": results,
