@@ -281,13 +281,13 @@ def simulate(scheduler: Scheduler, sessions: list[list[Turn]]) -> dict[str, floa
 
 def sequence(number: int, turn: Turn, page: int) -> Sequence:
     prompt = sum(length for _, length in turn.pieces)
-    head = turn.pieces[0][1]
+    hints = [turn.pieces[0][1], *(offset + size for offset, size, _ in turn.pictures[-1:])]
     return Sequence(
         id=number,
         num_prompt=prompt,
         max_new=turn.answer,
         keys=page_keys(turn.pieces, page),
-        wanted=checkpoint_depths(prompt, (head,), page),
+        wanted=checkpoint_depths(prompt, hints, page),
         media=tuple(
             MediaItem(offset=offset, num_tokens=size, patches=4 * size, key=(None, name))
             for offset, size, name in turn.pictures

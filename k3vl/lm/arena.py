@@ -20,13 +20,31 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 Kind: TypeAlias = Literal["page", "slot", "checkpoint", "features"]
+Name: TypeAlias = tuple[Kind, object]
+"""Of an entry's content, wherever it lies."""
 KINDS: tuple[Kind, ...] = ("page", "slot", "checkpoint", "features")
+
+
+class Tier(Protocol):
+    """Another memory for what is evicted here (``tier.py``)."""
+
+    def __contains__(self, name: Name) -> bool:
+        """Whether the content is held."""
+
+    def store(self, name: Name, units: Sequence[int]) -> None:
+        """Copy units' content out; what was used longest ago goes for it."""
+
+    def fetch(self, name: Name, units: Sequence[int]) -> bool:
+        """Copy content into as many units as it came from; False if it is not held any more."""
+
+    def clear(self) -> None:
+        """Forget everything."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +56,7 @@ class Entry:
         units: the units.
         value: tokens of prefill per unit that losing it would cost; asked again before eviction.
         on_evict: called when the arena has taken the units.
+        spill: called before that, while their content is still there.
         leading: False while other entries depend on this one (a page with pages behind it).
         refs: requests that use it now.
     """
@@ -46,6 +65,7 @@ class Entry:
     units: tuple[int, ...]
     value: Callable[[], float]
     on_evict: Callable[[], None]
+    spill: Callable[[], None] | None = None
     leading: bool = True
     refs: int = 0
     kept: bool = field(default=False, init=False)
@@ -232,5 +252,7 @@ class Arena:
     def _evict(self, entry: Entry) -> None:
         self._floor = max(self._floor, entry.rank)
         self.evictions[entry.kind] += 1
+        if entry.spill is not None:
+            entry.spill()
         self.drop(entry)
         entry.on_evict()

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from k3vl.errors import ConfigError
+from k3vl.lm.packing import packed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from k3vl.config import TextConfig
+    from k3vl.lm.packing import States
 
 TILE = 16
 """Pages hold whole KDA tiles, so that a page border is a place where a state can be taken."""
@@ -41,6 +43,7 @@ class CacheSizes:
         units_per_slot: units of a KDA slot or checkpoint.
         cells_per_unit: (layer, head) cells in one of them.
         feature_rows: encoder output rows in a unit.
+        packed_units: units of a compressed checkpoint; 0 where one is as large as a slot.
     """
 
     num_units: int
@@ -49,6 +52,12 @@ class CacheSizes:
     units_per_slot: int
     cells_per_unit: int = 1
     feature_rows: int = 1
+    packed_units: int = 0
+
+    @property
+    def units_per_checkpoint(self) -> int:
+        """Units of a checkpoint."""
+        return self.packed_units or self.units_per_slot
 
     def pages(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -69,9 +78,14 @@ def bytes_per_cell(config: TextConfig, dtype: torch.dtype) -> int:
 
 
 def plan_cache(
-    config: TextConfig, dtype: torch.dtype, *, budget_bytes: int, page_size: int
+    config: TextConfig,
+    dtype: torch.dtype,
+    *,
+    budget_bytes: int,
+    page_size: int,
+    states: States | None = None,
 ) -> CacheSizes:
-    """Divide a byte budget into units.
+    """Divide a byte budget into units; ``states`` is how checkpoints are packed, if they are.
 
     Raises:
         ConfigError: the page size is no multiple of 16, or the budget does not hold one request's
@@ -99,6 +113,7 @@ def plan_cache(
         units_per_slot=slot,
         cells_per_unit=per_unit,
         feature_rows=max(1, unit_bytes // (config.hidden_size * dtype.itemsize)),
+        packed_units=0 if states is None else -(-packed_bytes(config, dtype, states) // unit_bytes),
     )
 
 
@@ -138,12 +153,14 @@ class HybridCache:
         windows = typed.as_strided(
             (cells, carried, 3, head), (cell // item, 3 * head, head, 1), head * head * 4 // item
         )
+        self.cell_views = states, windows
         rows = typed.view(-1, width)
         self.features = typed.as_strided(
             (sizes.num_units, sizes.feature_rows, config.hidden_size),
             (sizes.unit_bytes // item, config.hidden_size, 1),
         )
-        self.units = self.buffer.view(sizes.num_units, sizes.unit_bytes)
+        # By words: torch gathers and scatters bytes five times slower.
+        self.units = self.buffer.view(torch.int32).view(sizes.num_units, sizes.unit_bytes // 4)
         layers: list[KDAState | torch.Tensor] = []
         kda = mla = 0
         for layer in range(config.num_hidden_layers):
@@ -176,9 +193,20 @@ class HybridCache:
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy one slot's units to another's."""
         where = self.buffer.device
-        self.units[torch.tensor(target, device=where)] = self.units[
-            torch.tensor(source, device=where)
-        ]
+        content = self.units.index_select(0, torch.tensor(source, device=where))
+        self.units.index_copy_(0, torch.tensor(target, device=where), content)
+
+    def write_units(self, units: Sequence[int], content: torch.Tensor) -> None:
+        """Store [N] uint8 in units, in their order; what is left of the last is zero."""
+        padded = content.new_zeros(len(units) * self.sizes.unit_bytes)
+        padded[: len(content)] = content
+        where = torch.tensor(units, device=self.buffer.device)
+        self.units.index_copy_(0, where, padded.view(torch.int32).view(len(units), -1))
+
+    def read_units(self, units: Sequence[int]) -> torch.Tensor:
+        """All bytes of units, in their order, [N] uint8."""
+        where = torch.tensor(units, device=self.buffer.device)
+        return self.units.index_select(0, where).view(torch.uint8).flatten()
 
     def write_features(self, units: Sequence[int], features: torch.Tensor) -> None:
         """Store [M, D] encoder output in units."""

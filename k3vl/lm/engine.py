@@ -7,7 +7,8 @@ is prefilled in chunks, and a chunk may end inside a picture.
 What a token's state and logits are depends on the tokens before it and on nothing else, to the last
 bit: not on the batch, the chunks, the caches or a preemption. Kernels whose rows are independent of
 each other (the compiled ones for CPUs) have that by themselves, and a chunk of a prompt is then one
-pass, cut only where a checkpoint is taken. With others the rounding of a matrix product depends on
+pass that it may share with other prompts, cut only where a checkpoint is taken; and what decoding
+computed is kept like a prompt's state. With others the rounding of a matrix product depends on
 its height; prompts then run page by page, every page in a forward pass of its own with
 ``page_size`` rows, the last in whole tiles, and requests that decode share one pass (about 1e-4 of
 a float32 logit) unless ``exact_decode`` gives each its own.
@@ -23,24 +24,29 @@ import torch
 
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
 from k3vl.lm.backend import Token
-from k3vl.lm.batch import Row, build_batch
+from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.features import media_items
-from k3vl.lm.job import Job, Targets
-from k3vl.lm.prefix import page_keys
+from k3vl.lm.job import Job, Targets, row_of
+from k3vl.lm.packing import checkpoints_of, states_as
+from k3vl.lm.passes import next_pass
+from k3vl.lm.prefix import page_key, page_keys
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
 from k3vl.lm.stats import EngineStats, StageTimes
+from k3vl.lm.tier import HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from collections.abc import Sequence as Ordered
 
     from k3vl.lm.backend import Encoder
+    from k3vl.lm.batch import Row
     from k3vl.lm.features import Feature
     from k3vl.lm.model import K3Model
+    from k3vl.lm.packing import CheckpointDtype
     from k3vl.types import EncoderItem, Prompt, SamplingParams
 
 
@@ -53,10 +59,13 @@ class EngineConfig:
         cache_bytes: memory of all state: KDA slots and checkpoints, MLA pages, media features.
         page_size: tokens of an MLA page, and of a prefill pass unless the kernels' rows are
             independent; a multiple of 16. Prefixes are reused in whole pages.
+        host_cache_bytes: host memory for what goes from there, to come back when it is asked for.
         max_step_tokens: tokens of one step, over all requests; at least a page.
         prefill_chunk: prompt tokens of one request in a step; at least a page.
         max_step_patches: patches encoded in one step; a larger item is encoded alone.
         reuse: keep the state of prompts and media for later requests.
+        checkpoint_dtype: how states that are kept for later lie in memory; all but ``exact`` take
+            less of it and make answers behind a hit differ in rounding (docs/caching.md).
         exact_decode: make tokens and logits bit-identical in any company where the kernels do not
             by themselves, by decoding one request at a time; costs throughput.
         num_threads: CPU threads of one operation; None leaves it to torch. Operations on a small
@@ -65,11 +74,13 @@ class EngineConfig:
 
     max_requests: int = 32
     cache_bytes: int = 512 * 2**20
+    host_cache_bytes: int = 0
     page_size: int = 64
     max_step_tokens: int = 2048
     prefill_chunk: int = 1024
     max_step_patches: int = 4096
     reuse: bool = True
+    checkpoint_dtype: CheckpointDtype = "exact"
     exact_decode: bool = False
     num_threads: int | None = None
 
@@ -97,12 +108,21 @@ class Engine:
             ConfigError: the cache budget is too small, or the page size is no multiple of 16.
         """
         dtype, device = model.embedding.dtype, model.embedding.device
+        states = states_as(config.checkpoint_dtype)
         sizes = plan_cache(
-            model.config, dtype, budget_bytes=config.cache_bytes, page_size=config.page_size
+            model.config,
+            dtype,
+            budget_bytes=config.cache_bytes,
+            page_size=config.page_size,
+            states=states,
         )
         self.model, self.encoder, self.config = model, encoder, config
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
+        head_dim = model.config.linear_attn_config.head_dim
+        self.checkpoints = checkpoints_of(self.cache, states, head_dim)
+        host_bytes = config.host_cache_bytes if config.reuse else 0
+        self.tier = HostTier(self.cache, host_bytes) if host_bytes else None
         self.decoder = decoder(model, self.cache)
         self.scheduler = Scheduler(
             sizes=sizes,
@@ -111,6 +131,8 @@ class Engine:
             max_step_patches=config.max_step_patches,
             max_requests=config.max_requests,
             reuse=config.reuse,
+            keep_decoded=model.kernels.row_independent,
+            tier=self.tier,
         )
         self.jobs: dict[int, Job] = {}
         self.times = StageTimes()
@@ -179,6 +201,7 @@ class Engine:
                 sink=sink,
                 token_ids=list(prompt.token_ids),
                 arrived=time.perf_counter() if arrived is None else arrived,
+                salt=sampling.cache_salt,
             )
         )
 
@@ -234,13 +257,16 @@ class Engine:
     ) -> Sequence:
         length, size = len(prompt.token_ids), self.config.page_size
         keys = page_keys(prompt.token_ids, prompt.spans, size, salt) if self.config.reuse else []
+        media = media_items(prompt.spans, salt)
+        # The next question about the same media parts from this one behind the last of them.
+        hints = (*prompt.hints, media[-1].end) if media else prompt.hints
         return Sequence(
             id=request_id,
             num_prompt=length,
             max_new=max_new,
             keys=tuple(keys),
-            wanted=checkpoint_depths(length, prompt.hints, size),
-            media=media_items(prompt.spans, salt),
+            wanted=checkpoint_depths(length, hints, size),
+            media=media,
         )
 
     def _queue(self, job: Job) -> None:
@@ -273,7 +299,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done; safe on any thread."""
-        return EngineStats.of(self.scheduler, self.times)
+        return EngineStats.of(self.scheduler, self.times, self.tier)
 
     def step(self) -> bool:
         """Run one step; False when there is nothing to do."""
@@ -292,8 +318,7 @@ class Engine:
             for first in range(0, len(decoding), each):
                 self._decode(decoding[first : first + each])
         with self.times.stage("prefill"):
-            for job, count in prefilling:
-                self._prefill(job, count)
+            self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
         return bool(step.tokens or step.encode)
 
     def _fill_slot(self, sequence: Sequence) -> None:
@@ -303,7 +328,7 @@ class Engine:
         if not sequence.num_generated:
             self.times.queue += time.perf_counter() - job.arrived
         if sequence.restore is not None:
-            self.cache.copy(sequence.restore.units, sequence.slot)
+            self.checkpoints.load(sequence.restore.units, sequence.slot)
         else:
             assert sequence.num_cached == 0
             self.cache.clear(sequence.slot)
@@ -349,78 +374,67 @@ class Engine:
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""
         last = [job for job in jobs if job.sequence.num_pending == 1]
-        rows = [self._row(job, 1) for job in jobs]
+        rows = [row_of(job, self.cache, 1) for job in jobs]
         chosen = self.decoder.run(rows, [job.sampler for job in last])
         for job in jobs:
-            self.scheduler.advance(job.sequence, 1)
+            self._name_page(job)
+            self._advance(job.sequence, 1)
         for job, token_id in zip(last, chosen, strict=True):
             self._emit(job, token_id)
 
-    def _prefill(self, job: Job, count: int) -> None:
-        """The next ``count`` tokens of a prompt."""
+    def _name_page(self, job: Job) -> None:
+        """Give the page that the coming token completes a key, if it is to be kept."""
         sequence, size = job.sequence, self.config.page_size
-        end = sequence.num_cached + count
-        assert sequence.num_cached % size == 0
-        while sequence.num_cached < end:
-            tokens = self._pass_length(sequence, end)
-            last = sequence.num_pending == tokens
-            # A prompt's last page is nobody else's: whole tiles do.
-            tiles = 0 if self.model.kernels.row_independent else -(-tokens // TILE)
-            row = self._row(job, tokens, pad_to=tiles * TILE)
-            begin = sequence.num_cached
-            every_row = job.targets is not None and begin + tokens > job.targets.first
-            logits = self._forward([row], every_row=every_row)
-            for done in range(0, tokens, size):
-                checkpoint = self.scheduler.advance(sequence, min(size, tokens - done))
-                if checkpoint is not None:
-                    assert done + size >= tokens, "a pass ends where a checkpoint is wanted"
-                    assert sequence.slot is not None
-                    self.cache.copy(sequence.slot, checkpoint)
-            if every_row:
-                self._emit_scores(job, begin, logits[:tokens])
-            elif last:
-                self._emit(job, job.sampler.choose(logits[0]))
+        begin, kept = len(sequence.keys) * size, self.config.reuse and self.scheduler.keep_decoded
+        if kept and sequence.num_cached + 1 == begin + size:
+            key = page_key(job.token_ids, job.prompt.spans, size, job.salt, begin)
+            sequence.keys = (*sequence.keys, key)
 
-    def _pass_length(self, sequence: Sequence, end: int) -> int:
-        """Tokens of the next prefill pass, on the way to ``end``."""
-        size, begin = self.config.page_size, sequence.num_cached
-        if not self.model.kernels.row_independent:
-            return min(size, end - begin)
-        deepest = len(sequence.keys)  # no checkpoint lies further down
-        wanted = (depth * size for depth in sequence.wanted if depth <= deepest)
-        ahead = [place for place in wanted if begin < place < end]
-        return min(ahead, default=end) - begin
+    def _prefill(self, todo: list[tuple[Job, int]]) -> None:
+        """Bring every request to so many tokens."""
+        size, independent = self.config.page_size, self.model.kernels.row_independent
+        while todo:
+            self._prefill_pass(next_pass(todo, size, row_independent=independent))
+            todo = [(job, end) for job, end in todo if job.sequence.num_cached < end]
+
+    def _prefill_pass(self, parts: list[tuple[Job, int]]) -> None:
+        """The next tokens of several requests in one pass; a job with targets comes alone."""
+        rows = []
+        for job, count in parts:
+            # A prompt's last page is nobody else's: whole tiles do.
+            tiles = 0 if self.model.kernels.row_independent else -(-count // TILE)
+            rows.append(row_of(job, self.cache, count, pad_to=tiles * TILE))
+        first = parts[0][0]
+        begin, targets = first.sequence.num_cached, first.targets
+        scored = targets is not None and begin + parts[0][1] > targets.first
+        logits = self._forward(rows, every_row=scored)
+        values = iter(logits)
+        for job, count in parts:
+            last = job.sequence.num_pending == count
+            self._advance(job.sequence, count)
+            if scored:
+                self._emit_scores(job, begin, logits[:count])
+            elif last:
+                self._emit(job, job.sampler.choose(next(values)))
+
+    def _advance(self, sequence: Sequence, count: int) -> None:
+        """Note a pass page by page, and take the checkpoint that it ended for."""
+        size = self.config.page_size
+        done = 0
+        while done < count:
+            step = min(size - sequence.num_cached % size, count - done)
+            checkpoint = self.scheduler.advance(sequence, step)
+            done += step
+            if checkpoint is not None:
+                assert done == count, "a pass ends where a checkpoint is wanted"
+                assert sequence.slot is not None
+                self.checkpoints.save(sequence.slot, checkpoint)
 
     def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
         batch = build_batch(rows, self.cache)
         if every_row:
             batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)).to(batch.cells))
         return self.model(batch, self.cache)
-
-    def _row(self, job: Job, count: int, *, pad_to: int = 0) -> Row:
-        """The part of a pass that belongs to one request."""
-        sequence = job.sequence
-        assert sequence.slot is not None
-        begin, end = sequence.num_cached, sequence.num_cached + count
-        pieces = []
-        for index in sequence.overlapping(begin, end):
-            item = sequence.media[index]
-            first, last = max(begin, item.offset), min(end, item.end)
-            feature = sequence.pinned[index]
-            assert feature.ready
-            rows = self.cache.read_features(
-                feature.entry.units, first - item.offset, last - item.offset
-            )
-            pieces.append((first - begin, rows))
-        return Row(
-            token_ids=job.token_ids[begin:end],
-            context_len=begin,
-            slot=sequence.slot,
-            pages=sequence.pages,
-            features=pieces,
-            wants_logits=count == sequence.num_pending,
-            pad_to=pad_to,
-        )
 
     def _emit(self, job: Job, token_id: int) -> None:
         """Deliver a sampled token and end the request where it says so."""

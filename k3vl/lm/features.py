@@ -16,6 +16,7 @@ from k3vl.lm.arena import Arena, Entry
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from k3vl.lm.arena import Tier
     from k3vl.types import MediaSpan
 
 FeatureKey: TypeAlias = tuple[str | None, str]
@@ -72,9 +73,9 @@ class Feature:
 class FeatureStore:
     """Encoder outputs in the arena."""
 
-    def __init__(self, arena: Arena, *, keep_idle: bool) -> None:
+    def __init__(self, arena: Arena, *, keep_idle: bool, tier: Tier | None = None) -> None:
         """Nothing is held; without ``keep_idle`` an output goes with its last user."""
-        self.arena = arena
+        self.arena, self.tier = arena, tier
         self.keep_idle = keep_idle
         self.hits = self.misses = self.pins = 0
         self._held: dict[FeatureKey, Feature] = {}
@@ -96,9 +97,9 @@ class FeatureStore:
         return feature
 
     def make(self, item: MediaItem, units: int) -> Feature:
-        """Take units for an output that is to be encoded; pinned once."""
-        self.misses += 1
+        """Take units for an output; pinned once. Unless the tier had it, it is to be encoded."""
         self.pins += 1
+        tier = self.tier
         entry = Entry(
             kind="features",
             units=self.arena.take(units, "features"),
@@ -108,6 +109,11 @@ class FeatureStore:
         )
         self.arena.keep(entry)
         self._held[item.key] = feature = Feature(item=item, entry=entry)
+        if tier is not None:
+            entry.spill = lambda: tier.store(("features", item.key), entry.units)
+            feature.ready = tier.fetch(("features", item.key), entry.units)
+        self.hits += feature.ready
+        self.misses += not feature.ready
         return feature
 
     def unpin(self, feature: Feature) -> None:

@@ -10,23 +10,25 @@ Who owns what::
     path (references held) ^^^^^^^  ^^^^^ private      ^^^^ private
     checkpoint            at n2: immutable, no references unless somebody copies it right now
 
-A request writes only private units. A prompt page that is complete is handed to the tree; when the
-tree has it already (two requests computed the same prefix), the request's copy is freed and the
-tree's is used: both hold the same bits. A hit takes the pages down to the deepest checkpoint, and
-copies the checkpoint into the request's own slot. Only what prefill computed enters the tree; what
-decoding computed differs in rounding, and a warm answer must equal a cold one to the last bit.
+A request writes only private units. A page that is complete is handed to the tree; when the tree
+has it already (two requests computed the same prefix), the request's copy is freed and the tree's
+is used: both hold the same bits. A hit takes the pages down to the deepest checkpoint, and copies
+the checkpoint into the request's own slot. What decoding computed enters the tree only where it is
+what prefill would have computed, bit for bit; a warm answer must equal a cold one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from k3vl.lm.arena import Arena, Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from k3vl.lm.arena import Tier
     from k3vl.types import MediaSpan
 
 PageKey: TypeAlias = tuple[object, ...]
@@ -36,16 +38,30 @@ def page_keys(
     token_ids: Sequence[int], spans: Sequence[MediaSpan], page_size: int, salt: str | None
 ) -> list[PageKey]:
     """Keys of all whole pages of a prompt."""
-    keys: list[PageKey] = []
-    for begin in range(0, len(token_ids) - page_size + 1, page_size):
-        media = tuple(
-            (span.item.digest, span.offset - begin)
-            for span in spans
-            if span.offset < begin + page_size and begin < span.offset + span.item.num_tokens
-        )
-        page = tuple(token_ids[begin : begin + page_size])
-        keys.append((page, media) if begin else (salt, page, media))
-    return keys
+    begins = range(0, len(token_ids) - page_size + 1, page_size)
+    return [page_key(token_ids, spans, page_size, salt, begin) for begin in begins]
+
+
+def page_key(
+    token_ids: Sequence[int],
+    spans: Sequence[MediaSpan],
+    page_size: int,
+    salt: str | None,
+    begin: int,
+) -> PageKey:
+    """Key of the whole page that begins at token ``begin``."""
+    media = tuple(
+        (span.item.digest, span.offset - begin)
+        for span in spans
+        if span.offset < begin + page_size and begin < span.offset + span.item.num_tokens
+    )
+    page = tuple(token_ids[begin : begin + page_size])
+    return (page, media) if begin else (salt, page, media)
+
+
+def prefix_name(parent: bytes, key: PageKey) -> bytes:
+    """A name for a page behind everything above it: a digest of the parent's and of its key."""
+    return blake2b(parent + repr(key).encode(), digest_size=20).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +75,7 @@ class Node:
         page: its MLA unit; None for the root.
         checkpoint: the KDA state at exactly ``depth``, if one is kept.
         children: pages that follow.
+        name: of the prefix down to here, where a tier keeps what is evicted.
     """
 
     parent: Node | None
@@ -67,6 +84,7 @@ class Node:
     page: Entry | None = None
     checkpoint: Entry | None = None
     children: dict[PageKey, Node] = field(default_factory=dict)
+    name: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +98,14 @@ class Match:
 class PrefixTree:
     """The tree, and the entries of the arena that it hangs on."""
 
-    def __init__(self, arena: Arena, *, page_size: int, units_per_slot: int) -> None:
-        """An empty tree."""
+    def __init__(
+        self, arena: Arena, *, page_size: int, units_per_checkpoint: int, tier: Tier | None = None
+    ) -> None:
+        """An empty tree; what is evicted from it goes to ``tier``."""
         self.arena = arena
         self.page_size = page_size
-        self.units_per_slot = units_per_slot
+        self.units_per_checkpoint = units_per_checkpoint
+        self.tier = tier
         self.root = Node(None, (), 0)
 
     def match(self, keys: Sequence[PageKey], limit: int) -> Match:
@@ -105,8 +126,14 @@ class PrefixTree:
         if (known := parent.children.get(key)) is not None:
             return known, False
         node = Node(parent, key, parent.depth + 1)
+        if self.tier is not None:
+            node.name = prefix_name(parent.name, key)
         node.page = Entry(
-            kind="page", units=(unit,), value=lambda: 0.0, on_evict=lambda: self._forget(node)
+            kind="page",
+            units=(unit,),
+            value=lambda: 0.0,
+            on_evict=lambda: self._forget(node),
+            spill=self._spill("page", node, (unit,)),
         )
         parent.children[key] = node
         if parent.page is not None:
@@ -133,13 +160,13 @@ class PrefixTree:
         while above is not None and above.checkpoint is None and above.depth:
             above = above.parent
         pages = node.depth - (above.depth if above is not None else 0)
-        return pages * self.page_size / (self.units_per_slot + pages)
+        return pages * self.page_size / (self.units_per_checkpoint + pages)
 
     def reserve(self, node: Node) -> tuple[int, ...] | None:
         """Units for a checkpoint at ``node``, or None: nothing cheaper is there to give way."""
         assert node.checkpoint is None
         rank = self.arena.floor + self.worth(node)
-        return self.arena.try_take(self.units_per_slot, "checkpoint", rank)
+        return self.arena.try_take(self.units_per_checkpoint, "checkpoint", rank)
 
     def attach(self, node: Node, units: tuple[int, ...], depth: int) -> None:
         """Keep a state that was copied into ``units``; it must be the state at the node's depth."""
@@ -151,9 +178,56 @@ class PrefixTree:
             units=units,
             value=lambda: self.worth(node),
             on_evict=lambda: self._lose_checkpoint(node),
+            spill=self._spill("checkpoint", node, units),
         )
         self.arena.lead(node.page, leading=False)
         self.arena.keep(node.checkpoint)
+
+    def revive(self, keys: Sequence[PageKey], limit: int) -> None:
+        """Bring back from the tier what makes a deeper hit, as idle entries; there must be room."""
+        if self.tier is None:
+            return
+        known, node, names = self.match(keys, limit), self.root, [b""]
+        deepest = len(known.path)
+        for depth, key in enumerate(keys[:limit], start=1):
+            names.append(prefix_name(names[-1], key))
+            if depth > known.known and ("page", names[depth]) not in self.tier:
+                break
+            if ("checkpoint", names[depth]) in self.tier:
+                deepest = max(deepest, depth)
+        if deepest == len(known.path):
+            return
+        held = []
+        for depth, key in enumerate(keys[:deepest], start=1):
+            child = node.children.get(key) or self._revive_page(node, key, names[depth])
+            if child is None:
+                break  # the tier gave it up for what has just gone there
+            node = child
+            self.hold(node)
+            held.append(node)
+        if node.depth == deepest and node.checkpoint is None:
+            units = self.arena.take(self.units_per_checkpoint, "checkpoint")
+            if self.tier.fetch(("checkpoint", node.name), units):
+                self.attach(node, units, deepest)
+            else:
+                self.arena.give_back(units, "checkpoint")
+        for node in reversed(held):
+            self.release(node)
+
+    def _revive_page(self, parent: Node, key: PageKey, name: bytes) -> Node | None:
+        assert self.tier is not None
+        units = self.arena.take(1, "page")
+        if self.tier.fetch(("page", name), units):
+            return self.insert(parent, key, units[0])[0]
+        self.arena.give_back(units, "page")
+        return None
+
+    def _spill(
+        self, kind: Literal["page", "checkpoint"], node: Node, units: tuple[int, ...]
+    ) -> Callable[[], None] | None:
+        """What copies an entry's content out before it goes."""
+        tier = self.tier
+        return None if tier is None else lambda: tier.store((kind, node.name), units)
 
     def nodes(self) -> list[Node]:
         """Every node but the root."""

@@ -7,6 +7,8 @@ encoder outputs to make. The rules:
   not run even alone is refused before it is queued. A request whose beginning another one is
   computing right now waits for that one's checkpoint, so that a prefix is computed once.
 - Prompts advance by whole pages (their last one may be partial), generated tokens one by one.
+  Pages and states that decoding completed are left to others where ``keep_decoded`` says that they
+  are the same to the bit; the end of an answer so far then has a checkpoint that moves with it.
 - Pages of generated tokens and encoder outputs are taken when they are needed. If idle units do not
   suffice, whoever arrived last gives way: its pages and state go where their content may be found
   again (the prefix tree), and it queues in its old place. The oldest never gives way and alone fits
@@ -28,6 +30,7 @@ from k3vl.lm.prefix import Match, PrefixTree
 from k3vl.lm.sequence import Sequence, media_units
 
 if TYPE_CHECKING:
+    from k3vl.lm.arena import Tier
     from k3vl.lm.cache import CacheSizes
     from k3vl.lm.features import Feature
 
@@ -86,6 +89,9 @@ class Scheduler:
         max_step_patches: patches encoded in a step; a larger item is encoded alone.
         max_requests: sequences that run at once.
         reuse: keep what ended requests leave behind.
+        keep_decoded: decoding leaves the bits that prefill would (kernels with independent rows),
+            so its pages and states are kept too, and nothing is replayed token by token.
+        tier: where evicted entries go and come back from, if anywhere.
     """
 
     sizes: CacheSizes
@@ -94,6 +100,8 @@ class Scheduler:
     max_step_patches: int = 1 << 14
     max_requests: int = 1 << 30
     reuse: bool = True
+    keep_decoded: bool = False
+    tier: Tier | None = None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
@@ -111,9 +119,10 @@ class Scheduler:
         self.tree = PrefixTree(
             self.arena,
             page_size=self.sizes.page_size,
-            units_per_slot=self.sizes.units_per_slot,
+            units_per_checkpoint=self.sizes.units_per_checkpoint,
+            tier=self.tier,
         )
-        self.features = FeatureStore(self.arena, keep_idle=self.reuse)
+        self.features = FeatureStore(self.arena, keep_idle=self.reuse, tier=self.tier)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -152,6 +161,8 @@ class Scheduler:
         assert not self.running
         assert not self.waiting
         self.arena.drop_idle()
+        if self.tier is not None:
+            self.tier.clear()
 
     # ------------------------------------------------------------------ a step
 
@@ -201,6 +212,8 @@ class Scheduler:
         if rest or depth > len(sequence.keys) or not self.reuse:
             return None
         self._share_page(sequence, depth)
+        if sequence.num_cached > sequence.num_prefill:
+            return self._checkpoint_answer(sequence, depth)
         return self._checkpoint(sequence, depth) if depth in sequence.wanted else None
 
     def check_integrity(self) -> None:
@@ -228,9 +241,13 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_requests:
                 break
-            match = self.tree.match(sequence.keys, (sequence.num_prompt - 1) // self._page)
+            match = self.tree.match(sequence.keys, (sequence.num_prefill - 1) // self._page)
             if self._is_ahead(sequence, match):
                 continue
+            if self.tier is not None and self._has_room_to_revive(sequence):
+                limit = (sequence.num_prefill - 1) // self._page
+                self.tree.revive(sequence.keys, limit)
+                match = self.tree.match(sequence.keys, limit)
             # Alone it may even do without its hit: the checkpoint and the slot it is copied into
             # may be more than the arena holds.
             if not self._enter(sequence, match) and (
@@ -246,7 +263,7 @@ class Scheduler:
 
         That one is then asked to leave a checkpoint where the two part.
         """
-        limit = (sequence.num_prompt - 1) // self._page
+        limit = (sequence.num_prefill - 1) // self._page
         for other in self.running:
             if other.is_decoding or not self.reuse:
                 continue
@@ -256,6 +273,13 @@ class Scheduler:
                 return True
         return False
 
+    def _has_room_to_revive(self, sequence: Sequence) -> bool:
+        """Whether it can enter beside its pages and a checkpoint that come back for it."""
+        sizes = self.sizes
+        state = sizes.units_per_slot + sizes.units_per_checkpoint
+        spare = media_units(sequence, sizes) + len(self.running)
+        return self._fits(state, sizes.pages(sequence.num_prefill) + spare)
+
     def _enter(self, sequence: Sequence, match: Match) -> bool:
         """Take a slot and the prompt's pages, if they fit beside what runs."""
         for node in match.path:
@@ -264,7 +288,7 @@ class Scheduler:
         if checkpoint is not None:
             self.arena.hold(checkpoint)
         slot, hit = self.sizes.units_per_slot, len(match.path)
-        pages = self.sizes.pages(sequence.num_prompt) - hit
+        pages = self.sizes.pages(sequence.num_prefill) - hit
         # One page for everybody who runs, lest the newcomer is turned out again at once.
         spare = media_units(sequence, self.sizes) + len(self.running)
         if not self._fits(slot, pages + spare):
@@ -290,7 +314,7 @@ class Scheduler:
         return self.arena.fits(state + rest)
 
     def _note_lookup(self, sequence: Sequence, match: Match) -> None:
-        hit, limit = len(match.path), (sequence.num_prompt - 1) // self._page
+        hit, limit = len(match.path), (sequence.num_prefill - 1) // self._page
         if match.known > hit:  # a fork seen twice: leave a checkpoint there
             sequence.wanted.add(min(match.known, limit))
         if sequence.num_hit is not None:
@@ -323,7 +347,7 @@ class Scheduler:
         """Tokens that a step's budget allows: one, or whole pages, or the rest of the prompt."""
         if sequence.is_decoding:
             return min(1, budget)
-        rest = sequence.num_prompt - sequence.num_cached
+        rest = sequence.num_prefill - sequence.num_cached
         most = min(self.prefill_chunk, budget)
         return rest if rest <= most else most // self._page * self._page
 
@@ -354,7 +378,8 @@ class Scheduler:
             if not self._make_room(sequence, units):
                 return False
             feature = self.features.make(item, units)
-            self._encode.append(feature)
+            if not feature.ready:
+                self._encode.append(feature)
         sequence.pinned[index] = feature
         return True
 
@@ -372,7 +397,8 @@ class Scheduler:
         self.counts.preemptions += 1
         depth, rest = divmod(sequence.num_cached, self._page)
         at_border = not rest and 0 < depth == len(sequence.path) and sequence.restore is None
-        if at_border and sequence.path[-1].checkpoint is None and sequence.slot is not None:
+        as_it_is = at_border and not self.sizes.packed_units
+        if as_it_is and sequence.path[-1].checkpoint is None and sequence.slot is not None:
             # Its state is the state of a page's end: keep it as it lies, nobody writes it any more.
             self.arena.relabel(sequence.slot, "slot", "checkpoint")
             self.tree.attach(sequence.path[-1], sequence.slot, depth)
@@ -380,6 +406,8 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_cached = 0
+        if self.keep_decoded:
+            sequence.num_prefill = sequence.num_known
         place = next(
             (i for i, other in enumerate(self.waiting) if other.order > sequence.order),
             len(self.waiting),
@@ -413,6 +441,16 @@ class Scheduler:
             assert node.page is not None
             self.arena.give_back([unit], "page")
             sequence.pages[index] = node.page.units[0]
+
+    def _checkpoint_answer(self, sequence: Sequence, depth: int) -> tuple[int, ...] | None:
+        """Move the state at the end of the answer so far to where the answer has come."""
+        latest = sequence.latest
+        if latest is not None and latest.kept and not latest.refs:
+            self.arena.drop(latest)
+            latest.on_evict()
+        units = self._checkpoint(sequence, depth)
+        sequence.latest = None if units is None else sequence.path[-1].checkpoint
+        return units
 
     def _checkpoint(self, sequence: Sequence, depth: int) -> tuple[int, ...] | None:
         node = sequence.path[-1]

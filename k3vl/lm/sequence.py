@@ -32,12 +32,15 @@ class Sequence:
         order: of arrival.
         num_cached: tokens whose state is in the cache.
         num_generated: tokens sampled so far.
+        num_prefill: tokens that are computed many at a time: the prompt, and after a preemption,
+            where the scheduler keeps what decoding computed, all that were known then.
         num_hit: prompt tokens that were found in the cache at first admission; None before.
         slot: units of the KDA slot, None while not running.
         pages: units of the pages; the first ``len(path)`` belong to the tree.
         path: nodes of the tree that it holds.
         pinned: encoder outputs it holds, by index in ``media``.
         restore: checkpoint that its slot is to be filled from in the coming step.
+        latest: the last checkpoint that its decoding left behind.
     """
 
     id: int
@@ -55,6 +58,12 @@ class Sequence:
     path: list[Node] = field(default_factory=list)
     pinned: dict[int, Feature] = field(default_factory=dict)
     restore: Entry | None = None
+    latest: Entry | None = None
+    num_prefill: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is generated yet."""
+        self.num_prefill = self.num_prompt
 
     @property
     def num_known(self) -> int:
@@ -68,12 +77,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the prompt is in the cache; what follows is computed token by token.
+        """Whether what follows is computed token by token.
 
-        That holds for tokens generated before a preemption too: computed in any other way, they
-        would leave a state that differs in rounding.
+        Unless ``num_prefill`` says otherwise that holds for tokens generated before a preemption
+        too: computed in any other way, they would leave a state that differs in rounding.
         """
-        return self.num_cached >= self.num_prompt
+        return self.num_cached >= self.num_prefill
 
     def overlapping(self, begin: int, end: int) -> list[int]:
         """Indices of media that share tokens with ``begin .. end``."""

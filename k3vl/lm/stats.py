@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from k3vl.lm.scheduler import Scheduler
+    from k3vl.lm.tier import HostTier
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class EngineStats:
         checkpoints, checkpoints_skipped, preemptions, recomputed_tokens, steps: as in ``Counts``.
         stage_seconds: time by stage; ``queue_seconds`` before admission and ``first_token_seconds``
             until the first token, both summed over requests; ``first_tokens`` how many.
+        host_bytes: held by the host tier; ``host_fetches`` units that came back from it.
         idle_seconds: with no request anywhere in the backend, for want of input.
     """
 
@@ -85,10 +87,12 @@ class EngineStats:
     queue_seconds: float
     first_token_seconds: float
     first_tokens: int
+    host_bytes: int = 0
+    host_fetches: int = 0
     idle_seconds: float = 0.0
 
     @classmethod
-    def of(cls, scheduler: Scheduler, times: StageTimes) -> EngineStats:
+    def of(cls, scheduler: Scheduler, times: StageTimes, tier: HostTier | None) -> EngineStats:
         """Read the counters; any thread may, they are plain numbers."""
         arena, counts, unit = scheduler.arena, scheduler.counts, scheduler.sizes.unit_bytes
         return cls(
@@ -117,4 +121,6 @@ class EngineStats:
             queue_seconds=times.queue,
             first_token_seconds=times.first_token,
             first_tokens=times.first_tokens,
+            host_bytes=0 if tier is None else tier.held_bytes,
+            host_fetches=0 if tier is None else tier.fetched,
         )

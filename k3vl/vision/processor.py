@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from PIL import Image
 from k3vl.errors import ConfigError, MediaError
 from k3vl.types import EncoderItem, MediaGroup, MediaLayout, MediaPart, ProcessedMedia
 from k3vl.vision.image import LoadedImage, load_image
+from k3vl.vision.kept import KeptMedia
 from k3vl.vision.limits import DEFAULT_LIMITS, DETAIL_PATCHES, MediaLimits
 from k3vl.vision.plan import (
     ResizePlan,
@@ -45,7 +47,7 @@ _BLEND_ROWS = 128
 
 
 class MediaProcessor:
-    """Prepares media parts; holds settings only, so one instance serves many threads.
+    """Prepares media parts; one instance serves many threads.
 
     Args:
         config: the checkpoint's media settings.
@@ -53,6 +55,7 @@ class MediaProcessor:
         policy: what may be fetched.
         parity: reproduce the released processor to the byte: EXIF orientation ignored, 16-bit grey
             clipped. Off, both are put right.
+        keep_bytes: of patches of pictures that are kept for whoever sends the same file again.
 
     Raises:
         ConfigError: ``fixed_output_tokens`` is set; K3's projector has no way to make a fixed
@@ -66,6 +69,7 @@ class MediaProcessor:
         limits: MediaLimits = DEFAULT_LIMITS,
         policy: FetchPolicy = DEFAULT_POLICY,
         parity: bool = False,
+        keep_bytes: int = 0,
     ) -> None:
         if config.fixed_output_tokens is not None:
             raise ConfigError(
@@ -75,6 +79,7 @@ class MediaProcessor:
         self.limits = limits
         self.policy = policy
         self.parity = parity
+        self._kept = KeptMedia(keep_bytes)
         settings = json.dumps(asdict(config), sort_keys=True).encode()
         self._digest_head = _DIGEST_VERSION + settings + b"\0"
 
@@ -98,7 +103,10 @@ class MediaProcessor:
         if kind == "image":
             if isinstance(resolved, Path):
                 resolved = read_path(resolved)
-            return self._process_image(resolved, detail)
+            if isinstance(resolved, Image.Image):
+                return self._process_image(resolved, detail)
+            key = hashlib.sha256(resolved).digest(), detail
+            return self._kept.get(key, partial(self._process_image, resolved, detail))
         if isinstance(resolved, Image.Image):
             raise MediaError("a PIL image is not a video", code="image_as_video")
         return self._process_video(resolved)

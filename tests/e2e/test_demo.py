@@ -127,6 +127,21 @@ def test_turns_remember_the_picture(demo) -> None:
     assert demo.reply([*first, answer, third]).content == "No."
 
 
+def test_a_turn_goes_on_behind_the_answer(demo) -> None:
+    """The answer's tokens are rendered as they were generated, and its state was kept."""
+    first = question(LABELS[0], "Describe the image.")
+    reply = demo.reply(first)
+    answer = Message(role="assistant", parts=(TextPart(reply.content),))
+    second = [*first, answer, Message(role="user", parts=(TextPart("How many things are there?"),))]
+    prompts = [demo.prepare(demo.request(turn)).prompt.token_ids for turn in (first, second)]
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    warm = demo.reply(second)
+    behind = len(prompts[0]) + reply.usage.completion_tokens - 1
+    assert warm.usage.cached_tokens == behind // 16 * 16 > len(prompts[0])
+    with Pipeline.load(engine=EngineConfig(reuse=False, **THREADS)) as cold:
+        assert warm.content == cold.reply(second).content
+
+
 def test_two_pictures_are_told_apart(demo) -> None:
     parts = [*question(LABELS[0])[0].parts[:1], *question(LABELS[2])[0].parts[:1]]
     ids = demo.prepare(demo.request([Message(role="user", parts=tuple(parts))])).prompt.spans

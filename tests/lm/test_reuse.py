@@ -133,6 +133,17 @@ def test_prefixes_around_a_page_border(pages: int, off: int) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 127, 130])
 def test_any_chunk_gives_the_same_bits(chunk: int) -> None:
+    check_chunks(chunk)
+
+
+@pytest.mark.slow
+def test_every_chunk_gives_the_same_bits() -> None:
+    for chunk in range(1, 131):
+        check_chunks(chunk)
+
+
+def check_chunks(chunk: int) -> None:
+    """Cold and warm, in chunks of so many tokens (at least a page), and in one."""
     prompt = with_media(150, tail=0)
     runner = engine(prefill_chunk=chunk, max_step_tokens=chunk)
     want = cold(prompt)
@@ -177,8 +188,8 @@ def test_concurrent_cold_starts_of_one_prefix() -> None:
     assert len(runner.encoder.encoded) == 3, "every picture once"
 
 
-def test_preemption_changes_no_bit() -> None:
-    """Three requests start where only one can end; what they have generated is replayed."""
+def test_preemption_changes_no_bit(model, monkeypatch) -> None:
+    """Three requests start where only one can end; what is not kept is computed again."""
     sizes = engine().scheduler.sizes
     prompts = [text(20 + i, seed=i) for i in range(3)]
     options = {"max_tokens": 60, "temperature": 0.8, "seed": 5}
@@ -186,9 +197,76 @@ def test_preemption_changes_no_bit() -> None:
     units = 3 * (sizes.units_per_slot + 2) + 2
     runner = engine(cache_bytes=units * sizes.unit_bytes)
     answers = [Answer(runner, i, prompt, **options) for i, prompt in enumerate(prompts)]
+    decoded: list[int] = []
+    decode = Engine._decode
+
+    def counted(self, jobs):
+        decoded.append(len(jobs))
+        decode(self, jobs)
+
+    monkeypatch.setattr(Engine, "_decode", counted)
     finish(runner)
     assert runner.stats().preemptions > 0
     assert all(a.same_as(w) for a, w in zip(answers, want, strict=True))
+    once = sum(len(answer.inbox.ids) - 1 for answer in answers)
+    assert (sum(decoded) <= once) == model.kernels.row_independent, "otherwise some are replayed"
+
+
+@pytest.mark.parametrize("answered", [1, 5, 14, 15, 16, 17, 30, 33, 47])
+def test_the_next_turn_starts_behind_the_answer(model, answered: int) -> None:
+    """What decoding computed is what prefill computes, where rows are independent."""
+    runner, first = engine(), with_media(70, tail=0)
+    said = ask(runner, first, max_tokens=answered, temperature=0.9, seed=answered).inbox.ids
+    ids = (*first.token_ids, *said, *tokens(20, seed=5))
+    warm = ask(runner, prompt := Prompt(ids, first.spans))
+    assert warm.same_as(cold(prompt))
+    seen = 70 + len(said) - 1  # the last token was never run
+    known = seen if model.kernels.row_independent else 70
+    assert warm.cached == known // PAGE * PAGE
+    other = Prompt((*ids[:75], 9, *ids[76:]), first.spans)
+    assert ask(runner, other).same_as(cold(other)), "the user changed what the model had said"
+
+
+def test_answers_share_nothing_across_salts() -> None:
+    """The salt lies in the key of the first page, which decoding completed here."""
+    runner, prompt = engine(), text(PAGE - 6)
+    said = ask(runner, prompt, max_tokens=30, cache_salt="a").inbox.ids
+    turn = Prompt((*prompt.token_ids, *said))
+    assert ask(runner, turn, cache_salt="b").cached == 0
+    again = ask(runner, turn, cache_salt="b")
+    assert again.cached == (len(turn.token_ids) - 1) // PAGE * PAGE
+
+
+def test_prompts_share_a_pass_where_rows_are_independent(model, monkeypatch) -> None:
+    """Scored ones take one for themselves: they want the logits of every row."""
+    passes = []
+    forward = Engine._forward
+
+    def watched(self, rows, **options):
+        passes.append([len(row.token_ids) for row in rows])
+        return forward(self, rows, **options)
+
+    monkeypatch.setattr(Engine, "_forward", watched)
+    runner = engine(reuse=False)
+    prompts = [text(length, seed=length) for length in (9, 14, 33)]
+    answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(prompts)]
+    finish(runner)
+    together = [[9, 14, 33]] if model.kernels.row_independent else [[9], [14], [16], [16], [1]]
+    assert passes == together
+    assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, prompts, strict=True))
+    passes.clear()
+    several = [text(100, seed=seed) for seed in range(4)]
+    answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(several)]
+    finish(runner)
+    if model.kernels.row_independent:
+        assert passes == [[100, 100], [100, 100]], "the first need not wait for the last"
+    assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, several, strict=True))
+    answers = [Answer(runner, i, prompt, max_tokens=1) for i, prompt in enumerate(prompts[:2])]
+    inbox = Inbox()
+    runner.add_scored(7, prompts[2], tokens(3, seed=1), inbox)
+    finish(runner)
+    assert inbox.ids == tokens(3, seed=1)
+    assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, prompts, strict=False))
 
 
 def test_media_are_told_apart_by_content_not_by_pads() -> None:
@@ -277,39 +355,60 @@ def test_stats_add_up() -> None:
 # ------------------------------------------------------------------ soak
 
 
-def soak(steps: int, seed: int, *, seconds: float = float("inf")) -> Engine:
-    """Random arrivals, cancels and families of prompts in a cache just above the minimum."""
+def soak(steps: int, seed: int, *, seconds: float = float("inf"), host: int = 0) -> Engine:
+    """Random arrivals, cancels and families of prompts in a cache just above the minimum.
+
+    Chats go on: some prompts are an earlier prompt with its answer and a few tokens more.
+    """
     import time
 
     sizes = engine().scheduler.sizes
     least = sizes.units_per_slot + sizes.pages(170) + 6
-    runner = engine(cache_bytes=(least + 2) * sizes.unit_bytes, max_requests=6, exact_decode=False)
+    runner = engine(
+        cache_bytes=(least + 2) * sizes.unit_bytes,
+        host_cache_bytes=host,
+        max_requests=6,
+        exact_decode=False,
+    )
     rng, number, until = random.Random(seed), 0, time.monotonic() + seconds
     inboxes: dict[int, Inbox] = {}
+    prompts: dict[int, Prompt] = {}
+    chats: list[Prompt] = []
     for _ in range(steps):
         if time.monotonic() > until:
             break
-        if len(runner.jobs) < 8 and rng.random() < 0.2:
-            kind, length = rng.randrange(4), rng.randint(60, 140)
-            prompt = with_media(length, tail=kind) if kind else text(length, seed=rng.randrange(3))
+        if len(runner.jobs) < 8 and rng.random() < 0.4:
+            kind, length = rng.choice((0, 0, 0, 1, 2, 3)), rng.randint(60, 140)
+            prompt = with_media(length, tail=kind) if kind else text(length // 4, seed=length % 3)
+            if chats and rng.random() < 0.4:
+                prompt = chats.pop(rng.randrange(len(chats)))
             inboxes[number] = Inbox()
-            sampling = SamplingParams(max_tokens=rng.randint(1, 30), seed=number, temperature=0.7)
+            most = min(60, 170 - len(prompt.token_ids))
+            sampling = SamplingParams(max_tokens=rng.randint(1, most), seed=number, temperature=0.7)
             runner.add(number, prompt, sampling, inboxes[number])
+            prompts[number] = prompt
             number += 1
         if runner.jobs and rng.random() < 0.03:
             runner.cancel(rng.choice(list(runner.jobs)))
         assert runner.step() == bool(runner.jobs) or not runner.jobs
         runner.scheduler.check_integrity()
         for done in [n for n in inboxes if n not in runner.jobs]:
-            assert inboxes.pop(done).ended
+            inbox = inboxes.pop(done)
+            assert inbox.ended
+            asked = prompts.pop(done)
+            ids = (*asked.token_ids, *inbox.ids, *tokens(3, seed=done))
+            if len(ids) < 140 and rng.random() < 0.5:
+                chats = [*chats[-4:], Prompt(ids, asked.spans)]
     finish(runner)
     assert all(inbox.ended for inbox in inboxes.values())
     assert runner.scheduler.arena.num_available == runner.scheduler.arena.size
     return runner
 
 
-def test_a_short_soak() -> None:
-    stats = soak(120, seed=1).stats()
+@pytest.mark.parametrize("host", [0, 20_000])
+def test_a_short_soak(host: int) -> None:
+    stats = soak(250, seed=4, host=host).stats()
+    assert (stats.host_fetches > 0) == (host > 0)
     assert stats.preemptions > 0
     assert stats.hit_tokens > 0
     assert sum(stats.evictions.values()) > 0
@@ -321,11 +420,12 @@ def test_a_long_soak() -> None:
     import psutil
 
     process = psutil.Process()
-    soak(2000, seed=2)
+    soak(2000, seed=2, host=20_000)
     before = process.memory_info().rss
-    stats = soak(10**9, seed=3, seconds=600).stats()
+    stats = soak(10**9, seed=3, seconds=600, host=20_000).stats()
     assert process.memory_info().rss - before < 64 * 2**20
-    assert stats.preemptions > 100
+    assert stats.preemptions > stats.steps // 500
+    assert stats.host_fetches > stats.steps // 100
 
 
 def test_vocabulary_of_the_fake_prompts_is_the_models() -> None:

@@ -51,6 +51,9 @@ class Machine:
         self.plan, self.check_every, self.steps = plan, check_every, 0
         self.state: dict[int, tuple] = {}  # unit -> what was written there, as (family key, depth)
         self.encoded: list[str] = []
+        self.decoded = 0
+        if isinstance(plan.tier, FakeTier):
+            plan.tier.state = self.state
 
     def step(self) -> list[Sequence]:
         """One step; the sequences that finished."""
@@ -69,6 +72,7 @@ class Machine:
             if new.restore is not None:
                 depth = self.state[new.restore.units[0]][1]
                 assert self.state[new.restore.units[0]][0] == new.keys[depth - 1], "another's state"
+                self.state[new.slot[0]] = self.state[new.restore.units[0]]
             assert depth * PAGE == new.num_cached
             plan.restored(new)
         for feature in step.encode:
@@ -85,10 +89,13 @@ class Machine:
         for index in seq.overlapping(seq.num_cached, seq.num_cached + tokens):
             assert seq.pinned[index].ready, "media are encoded before their tokens run"
         assert tokens == 1 or not seq.is_decoding
+        self.decoded += seq.is_decoding
         end = seq.num_cached + tokens
         while seq.num_cached < end:
             part = min(PAGE, end - seq.num_cached)
             assert len(seq.pages) * PAGE >= seq.num_cached + part
+            if self.plan.keep_decoded and (seq.num_cached + part) // PAGE > len(seq.keys):
+                seq.keys = (*seq.keys, (seq.keys[0][0] if seq.keys else seq.id, len(seq.keys)))
             units = self.plan.advance(seq, part)
             if units is not None:
                 depth = seq.num_cached // PAGE
@@ -105,6 +112,30 @@ class Machine:
             return False
         self.plan.finish(seq)
         return True
+
+
+class FakeTier:
+    """Keeps what a machine wrote into the units, a few of them at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.state, self.held = size, {}, {}
+
+    def __contains__(self, name) -> bool:
+        return name in self.held
+
+    def store(self, name, units) -> None:
+        self.held.pop(name, None)
+        self.held[name] = [self.state.get(unit) for unit in units]
+        while sum(map(len, self.held.values())) > self.size:
+            del self.held[next(iter(self.held))]
+
+    def fetch(self, name, units) -> bool:
+        content = self.held.get(name, ())
+        self.state.update(zip(units, content, strict=bool(content)))
+        return bool(content)
+
+    def clear(self) -> None:
+        self.held.clear()
 
 
 def random_sequence(rng: random.Random, number: int, units: int, slot: int) -> Sequence:
@@ -150,6 +181,8 @@ def random_traces(seeds: range) -> None:
             max_requests=rng.randint(1, 6),
             max_step_patches=rng.randint(1, 80),
             reuse=rng.random() < 0.8,
+            keep_decoded=rng.random() < 0.5,
+            tier=rng.choice((None, FakeTier(rng.randint(1, 60)))),
         )
         machine = Machine(plan, check_every=9 if seed % 5 else 1)
         live, arrivals, steps = {}, [], 0
@@ -299,6 +332,51 @@ def test_a_fork_seen_twice_leaves_a_state() -> None:
         finish_all(machine)
         hits.append(new.num_hit)
     assert hits == [0, 0, 5 * PAGE]
+
+
+@pytest.mark.parametrize("keep_decoded", [False, True])
+def test_a_turn_goes_on_behind_the_answer_where_decoding_is_kept(*, keep_decoded: bool) -> None:
+    """One state per answer is left, at its last page border; its last token was never run."""
+    plan = scheduler(units=200, budget=64, chunk=64, keep_decoded=keep_decoded)
+    machine = Machine(plan)
+    plan.add(sequence(0, 2 * PAGE + 3, 4 * PAGE, family=1))
+    finish_all(machine)
+    kept = plan.arena.units_by_kind()
+    assert kept["page"] == (6 if keep_decoded else 2)
+    assert kept["checkpoint"] == 3 * (2 if keep_decoded else 1)
+    turn = sequence(1, 8 * PAGE, 1, family=1)
+    plan.add(turn)
+    finish_all(machine)
+    assert turn.num_hit == (6 if keep_decoded else 2) * PAGE
+
+
+@pytest.mark.parametrize("keep_decoded", [False, True])
+def test_after_a_preemption_only_what_is_not_kept_is_replayed(*, keep_decoded: bool) -> None:
+    plan = scheduler(units=2 * 3 + 8, budget=64, keep_decoded=keep_decoded)
+    machine = Machine(plan)
+    for i in range(2):
+        plan.add(sequence(i, 2 * PAGE, 5 * PAGE))
+    finish_all(machine)
+    assert plan.counts.preemptions > 0
+    assert (machine.decoded <= 2 * (5 * PAGE - 1)) == keep_decoded
+    assert plan.counts.recomputed_tokens > 0
+
+
+def test_what_went_to_another_tier_comes_back() -> None:
+    """Pages and the deepest state; a prompt that does not fit beside them does without."""
+    tier = FakeTier(100)
+    plan = scheduler(units=20, budget=64, chunk=64, tier=tier)
+    machine = Machine(plan)
+    hits = []
+    for family in (1, 2, 1, 3, 1):
+        new = sequence(len(hits), 8 * PAGE + 1, 2, family=family)
+        plan.add(new)
+        finish_all(machine)
+        hits.append(new.num_hit)
+    assert hits == [0, 0, 8 * PAGE, 0, 8 * PAGE]
+    assert plan.arena.evictions["checkpoint"] > 0
+    plan.forget()
+    assert not tier.held
 
 
 def test_without_room_a_checkpoint_is_left_out() -> None:
