@@ -83,9 +83,12 @@ class Scheduler:
         sizes: units of the arena and what they hold.
         max_step_tokens: tokens of a step, at least a page; bounds the wait for a long prompt.
         prefill_chunk: most prompt tokens of one sequence in a step, at least a page.
-        max_step_patches: patches encoded in a step; a larger item is encoded alone.
+        max_step_patches: patches encoded in a step, or under way at once; a larger item is encoded
+            alone.
         max_requests: sequences that run at once.
         reuse: keep what ended requests leave behind.
+        encodes_beside: encoder outputs may come later than the step that has them made; nobody
+            runs into one that is not ready, and prompts have them made before they get there.
     """
 
     sizes: CacheSizes
@@ -94,6 +97,7 @@ class Scheduler:
     max_step_patches: int = 1 << 14
     max_requests: int = 1 << 30
     reuse: bool = True
+    encodes_beside: bool = False
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
@@ -101,7 +105,8 @@ class Scheduler:
     arena: Arena = field(init=False)
     tree: PrefixTree = field(init=False)
     features: FeatureStore = field(init=False)
-    _encode: list[Feature] = field(default_factory=list, init=False)
+    _making: list[Feature] = field(default_factory=list, init=False)
+    _encoder_full: bool = field(default=False, init=False)
     _orders: count[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
@@ -158,7 +163,8 @@ class Scheduler:
     def plan(self) -> Step:
         """Admit what fits and choose the next step's work; empty when nothing is left."""
         admitted = self._admit()
-        self._encode = []
+        making = self._making = [f for f in self._making if f.entry.kept and not f.ready]
+        under_way, self._encoder_full = len(making), False
         budget = self.max_step_tokens
         chosen: dict[int, tuple[Sequence, int]] = {}
         for sequence in sorted(self.running, key=self._urgency):
@@ -168,15 +174,17 @@ class Scheduler:
             if tokens:
                 chosen[sequence.id] = sequence, tokens
                 budget -= tokens
+        if self.encodes_beside:
+            self._look_ahead()
         tokens_of = tuple((s, n) for s, n in chosen.values() if s.slot is not None)
         self.left_out = {s.id for s in self.running} - {s.id for s, _ in tokens_of}
         self.counts.steps += bool(tokens_of)
-        self.counts.running_steps += len(self.running)
+        self.counts.running_steps += len(self.running) if tokens_of else 0
         self.counts.peak_running = max(self.counts.peak_running, len(self.running))
         return Step(
             admitted=tuple(s for s in admitted if s.slot is not None),
             tokens=tokens_of,
-            encode=tuple(feature for feature in self._encode if feature.entry.kept),
+            encode=tuple(feature for feature in making[under_way:] if feature.entry.kept),
         )
 
     def restored(self, sequence: Sequence) -> None:
@@ -337,24 +345,40 @@ class Scheduler:
                 return 0
             sequence.pages += self.arena.take(1, "page")
             return tokens
-        for index in sequence.overlapping(begin, begin + tokens):
-            if index not in sequence.pinned and not self._pin(sequence, index):
-                return max(0, sequence.media[index].offset // self._page * self._page - begin)
-        return tokens
+        end = begin + tokens
+        for index in sequence.overlapping(begin, end):
+            pinned = index in sequence.pinned or self._pin(sequence, index)
+            if not pinned or (self.encodes_beside and not sequence.pinned[index].ready):
+                end = min(end, max(begin, sequence.media[index].offset // self._page * self._page))
+            if not pinned:
+                break
+        return end - begin
+
+    def _look_ahead(self) -> None:
+        """Have media made that prompts will come to, as far as nobody must give way for them."""
+        for sequence in sorted(self.running, key=lambda other: other.order):
+            for index in sequence.overlapping(sequence.num_cached, sequence.num_prompt):
+                units = self.sizes.feature_units(sequence.media[index].num_tokens)
+                if index not in sequence.pinned and not (
+                    self.arena.fits(units) and self._pin(sequence, index)
+                ):
+                    break  # in order: what is held further on must not be in its own way
 
     def _pin(self, sequence: Sequence, index: int) -> bool:
-        """Hold a media item's features, or have them made in this step."""
+        """Hold a media item's features, or have them made."""
         item = sequence.media[index]
         feature = self.features.pin(item)
         if feature is None:
-            patches = sum(made.item.patches for made in self._encode) + item.patches
-            if self._encode and patches > self.max_step_patches:
+            patches = sum(made.item.patches for made in self._making) + item.patches
+            # Small items do not pass by a large one for ever.
+            self._encoder_full |= bool(self._making) and patches > self.max_step_patches
+            if self._encoder_full:
                 return False
             units = self.sizes.feature_units(item.num_tokens)
             if not self._make_room(sequence, units):
                 return False
             feature = self.features.make(item, units)
-            self._encode.append(feature)
+            self._making.append(feature)
         sequence.pinned[index] = feature
         return True
 

@@ -13,19 +13,22 @@ if TYPE_CHECKING:
     from k3vl.lm.scheduler import Scheduler
 
 
+STAGES = ("restore", "encode", "wait", "decode", "prefill")
+
+
 @dataclass(slots=True)
 class StageTimes:
     """Seconds spent so far.
 
     Attributes:
-        seconds: by stage of a step (``restore``, ``encode``, ``decode``, ``prefill``).
+        seconds: by stage of a step (``restore``, ``wait`` for the encoder, ``decode``,
+            ``prefill``), and what the encoder has spent (``encode``), where it runs beside the
+            others: as long as they.
         queue: between arrival and admission, summed over requests.
         first_token, first_tokens: between arrival and first token, summed over that many requests.
     """
 
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("restore", "encode", "decode", "prefill"), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     queue: float = 0.0
     first_token: float = 0.0
     first_tokens: int = 0
