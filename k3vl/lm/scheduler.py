@@ -12,6 +12,9 @@ encoder outputs to make. The rules:
   again (the prefix tree), and it queues in its old place. The oldest never gives way and alone fits
   by admission, so every step advances something and every request ends.
 - A request that a step had no room for goes first in the next.
+- Where the encoder runs beside the steps, a prompt waits for its media. What lies before them is
+  computed if somebody waits for that, or nobody has anything else to do: another pass costs more
+  than the few tokens it brings forward.
 """
 
 from __future__ import annotations
@@ -107,6 +110,7 @@ class Scheduler:
     features: FeatureStore = field(init=False)
     _making: list[Feature] = field(default_factory=list, init=False)
     _encoder_full: bool = field(default=False, init=False)
+    _awaited: set[int] = field(default_factory=set, init=False)
     _orders: count[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
@@ -166,17 +170,22 @@ class Scheduler:
         making = self._making = [f for f in self._making if f.entry.kept and not f.ready]
         under_way, self._encoder_full = len(making), False
         budget = self.max_step_tokens
-        chosen: dict[int, tuple[Sequence, int]] = {}
+        chosen: list[tuple[Sequence, int]] = []
+        early: list[tuple[Sequence, int]] = []
         for sequence in sorted(self.running, key=self._urgency):
             if sequence.slot is None:
                 continue  # it has just given way
-            tokens = self._equip(sequence, self._share(sequence, budget))
-            if tokens:
-                chosen[sequence.id] = sequence, tokens
+            tokens, waits = self._equip(sequence, self._share(sequence, budget))
+            if tokens and waits and sequence.id not in self._awaited:
+                early.append((sequence, tokens))
+            elif tokens:
+                chosen.append((sequence, tokens))
                 budget -= tokens
         if self.encodes_beside:
             self._look_ahead()
-        tokens_of = tuple((s, n) for s, n in chosen.values() if s.slot is not None)
+        tokens_of = tuple((s, n) for s, n in chosen if s.slot is not None)
+        if not tokens_of:
+            tokens_of = tuple((s, n) for s, n in early if s.slot is not None)[:1]
         self.left_out = {s.id for s in self.running} - {s.id for s, _ in tokens_of}
         self.counts.steps += bool(tokens_of)
         self.counts.running_steps += len(self.running) if tokens_of else 0
@@ -233,6 +242,7 @@ class Scheduler:
 
     def _admit(self) -> list[Sequence]:
         admitted = []
+        self._awaited.clear()
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_requests:
                 break
@@ -261,6 +271,7 @@ class Scheduler:
             common = _common(sequence.keys[:limit], other.keys)
             if common > max(len(match.path), other.num_cached // self._page):
                 other.wanted.add(common)
+                self._awaited.add(other.id)
                 return True
         return False
 
@@ -335,24 +346,30 @@ class Scheduler:
         most = min(self.prefill_chunk, budget)
         return rest if rest <= most else most // self._page * self._page
 
-    def _equip(self, sequence: Sequence, tokens: int) -> int:
-        """Get the units for so many tokens, or for fewer; how many can run."""
+    def _equip(self, sequence: Sequence, tokens: int) -> tuple[int, bool]:
+        """Get the units for so many tokens, or for fewer.
+
+        Returns:
+            How many can run, and whether there would be more but for media that are being encoded.
+        """
         begin = sequence.num_cached
         if tokens and sequence.is_decoding:
             if begin < len(sequence.pages) * self._page:
-                return tokens
+                return tokens, False
             if not self._make_room(sequence, 1):
-                return 0
+                return 0, False
             sequence.pages += self.arena.take(1, "page")
-            return tokens
-        end = begin + tokens
+            return tokens, False
+        end, waits = begin + tokens, False
         for index in sequence.overlapping(begin, end):
             pinned = index in sequence.pinned or self._pin(sequence, index)
-            if not pinned or (self.encodes_beside and not sequence.pinned[index].ready):
+            late = pinned and self.encodes_beside and not sequence.pinned[index].ready
+            if late or not pinned:
                 end = min(end, max(begin, sequence.media[index].offset // self._page * self._page))
+                waits |= late
             if not pinned:
                 break
-        return end - begin
+        return end - begin, waits
 
     def _look_ahead(self) -> None:
         """Have media made that prompts will come to, as far as nobody must give way for them."""

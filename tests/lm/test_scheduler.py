@@ -304,21 +304,43 @@ def test_items_of_several_requests_are_encoded_in_one_step_under_the_budget() ->
     assert [s.id for s, _ in step.tokens] == [0, 1], "the others have no page without media"
 
 
-def test_text_and_beginnings_run_while_pictures_are_encoded() -> None:
+def test_others_run_while_pictures_are_encoded() -> None:
     plan = scheduler(units=200, budget=64, chunk=64, encodes_beside=True)
     plan.add(sequence(0, 30, 2, media=(item(PAGE + 3, 5, "a"),)))
     plan.add(sequence(1, 12, 2, media=(item(2, 5, "b"),)))
     plan.add(sequence(2, 6, 2))
     step = plan.plan()
     assert [feature.item.key[1] for feature in step.encode] == ["a", "b"]
-    assert [(s.id, n) for s, n in step.tokens] == [(0, PAGE), (2, 6)]
-    for seq, tokens in step.tokens:
-        plan.advance(seq, tokens)
-    plan.running[2].num_generated = 1
+    assert [(s.id, n) for s, n in step.tokens] == [(2, 6)]
+    plan.advance(plan.running[2], 6)
+    plan.finish(plan.running[2])
     step.encode[1].ready = True
-    again = plan.plan()
-    assert not again.encode
-    assert [(s.id, n) for s, n in again.tokens] == [(1, 12), (2, 1)]
+    step = plan.plan()
+    assert not step.encode
+    assert [(s.id, n) for s, n in step.tokens] == [(1, 12)]
+    plan.advance(plan.running[1], PAGE)
+    plan.finish(plan.running[1])
+    step = plan.plan()
+    assert [(s.id, n) for s, n in step.tokens] == [(0, PAGE)], "there is nothing else to do"
+
+
+def test_a_beginning_that_others_wait_for_is_not_held_up_by_a_picture() -> None:
+    plan = scheduler(units=200, budget=64, chunk=64, encodes_beside=True)
+    first, second = (
+        sequence(i, 5 * PAGE, 2, family=1, media=(item(2 * PAGE + 1, 5, f"{i}"),)) for i in range(2)
+    )
+    second.keys = (*first.keys[:2], *((1, i) for i in range(3)))
+    for new in (sequence(9, 1, 9), first, second):
+        plan.add(new)
+    machine = Machine(plan)
+    step = plan.plan()
+    assert [(s.id, n) for s, n in step.tokens] == [(9, 1), (0, 2 * PAGE)]
+    for seq, tokens in step.tokens:
+        machine._run(seq, tokens)
+    step = plan.plan()
+    assert [s.id for s in step.admitted] == [1]
+    assert [feature.item.key[1] for feature in step.encode] == ["1"], "both are under way"
+    assert [s.id for s, _ in step.tokens] == [9]
 
 
 def test_media_further_on_are_encoded_in_time() -> None:
