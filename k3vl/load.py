@@ -23,7 +23,7 @@ from k3vl.lm.local import LocalBackend
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions, SamplingParams
-from k3vl.vision.encoder import VisionEncoder
+from k3vl.vision.encoder import VisionEncoder, join_patches, pin_patches
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
@@ -89,7 +89,8 @@ class WeightLoader:
         model = load_model(
             reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device
         )
-        return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch)
+        join = pin_patches if self.device.type == "cuda" else join_patches
+        return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch, join=join)
 
     def load_beside(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
         """As :meth:`load`, for weights that are to take the place of running ones.
