@@ -97,9 +97,12 @@ class EncodeInStep:
 class EncodeOnThread:
     """Encodes one item after the other on a thread, while the engine's runs on another core.
 
+    Where the engine would only wait, it takes items from the queue itself: what comes in meanwhile
+    waits for one at most.
+
     Args:
-        encoder: only that thread calls it.
-        num_threads: CPU threads of one operation there; None leaves it to torch.
+        encoder: two threads call it, each for other items.
+        num_threads: CPU threads of one operation of that thread; None leaves it to torch.
     """
 
     beside = True
@@ -109,10 +112,12 @@ class EncodeOnThread:
         self.encoder = encoder
         self._num_threads = num_threads
         self._under_way = 0
-        self._called = False  # and nobody waited
+        self._called = False
+        # What an encoder does at its first call, to tables or compiled code, one thread does.
+        self._has_run = False
         self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        # A list for every item, empty where nobody held it by then; None: a call of wake().
-        self._made: queue.SimpleQueue[list[Made] | None] = queue.SimpleQueue()
+        # Seconds and a list for every item, empty where nobody held it by then; None: wake().
+        self._made: queue.SimpleQueue[tuple[float, list[Made]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="k3vl-encoder", daemon=True)
         self._thread.start()
 
@@ -124,20 +129,13 @@ class EncodeOnThread:
 
     def take(self, *, wait: bool) -> list[Made]:
         """See :class:`Encoding`."""
-        made: list[Made] = []
-        block = wait and self._under_way > 0 and not self._called
-        self._called &= not wait
-        while True:
-            try:
-                done = self._made.get(block=block)
-            except queue.Empty:
-                return made
-            block = False
-            if done is None:
-                self._called |= not wait
-            else:
-                self._under_way -= 1
-                made += done
+        made = self._collect(block=False)
+        if not wait:
+            return made
+        if self._under_way and not made and not self._called:
+            made = self._collect(block=not self._help())
+        self._called = False
+        return made
 
     def wake(self) -> None:
         """See :class:`Encoding`."""
@@ -147,23 +145,54 @@ class EncodeOnThread:
         """See :class:`Encoding`; waits for the item that is being encoded."""
         while self._under_way:
             self.take(wait=True)
-        self.encoder = encoder
+        self.encoder, self._has_run = encoder, False
 
     def close(self) -> None:
         """See :class:`Encoding`; waits for the item that is being encoded."""
         self._wanted.put(None)
         self._thread.join()
 
+    def _collect(self, *, block: bool) -> list[Made]:
+        """All that is done; with ``block``, once there is any or somebody calls."""
+        collected: list[Made] = []
+        while True:
+            try:
+                done = self._made.get(block=block)
+            except queue.Empty:
+                return collected
+            block = False
+            if done is None:
+                self._called = True
+                continue
+            seconds, made = done
+            self._under_way -= 1
+            self._has_run |= bool(made)
+            self.seconds += seconds
+            collected += made
+
+    def _help(self) -> bool:
+        """Encode an item on the engine's thread, if that leaves one for the other."""
+        if self._under_way < 2 or not self._has_run:
+            return False
+        try:
+            each = self._wanted.get(block=False)
+        except queue.Empty:
+            return False
+        assert each is not None, "this thread alone closes"
+        self._encode(each)
+        return True
+
+    def _encode(self, each: Wanted) -> None:
+        begin = time.perf_counter()
+        held = each[0].entry.kept  # or its users have left
+        made = list(encode_each(self.encoder, [each])) if held else []
+        self._made.put((time.perf_counter() - begin, made))
+
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         while (each := self._wanted.get()) is not None:
-            feature = each[0]
-            begin = time.perf_counter()
-            held = feature.entry.kept  # or its users have left
-            made = list(encode_each(self.encoder, [each])) if held else []
-            self.seconds += time.perf_counter() - begin
-            self._made.put(made)
+            self._encode(each)
 
 
 class EncodeOnStream:

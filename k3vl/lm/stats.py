@@ -21,9 +21,9 @@ class StageTimes:
     """Seconds spent so far.
 
     Attributes:
-        seconds: by stage of a step (``restore``, ``wait`` for the encoder, ``decode``,
-            ``prefill``), and what the encoder has spent (``encode``), where it runs beside the
-            others: as long as they.
+        seconds: by stage of a step (``restore``; ``wait`` for the encoder, or help it, for want of
+            anything else to do; ``decode``; ``prefill``), and ``encode``: what encoding has taken,
+            which may be beside the others and on two threads.
         queue: between arrival and admission, summed over requests.
         first_token, first_tokens: between arrival and first token, summed over that many requests.
     """

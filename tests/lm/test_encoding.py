@@ -25,6 +25,7 @@ from tests.tiny import tiny_model, tokens
 __all__ = ["alone"]
 SHORT = SamplingParams(max_tokens=12)
 TEXT = Prompt(tuple(tokens(20, seed=9)))
+ONE = Prompt(tuple(tokens(30, seed=1)), (MediaSpan(4, picture(11)),))
 BAD = EncoderItem("bad", picture(7).patches, picture(7).grid_thw, picture(7).num_tokens)
 
 
@@ -148,6 +149,24 @@ def test_a_wait_can_be_ended(encoder: GatedEncoder) -> None:
     take_all(encoding, 1)
     encoding.close()
     assert not any(thread.name == "k3vl-encoder" for thread in threading.enumerate())
+
+
+def test_who_would_only_wait_helps(encoder: GatedEncoder) -> None:
+    """Once the thread has encoded something, and as long as something is left to begin."""
+    encoding = EncodeOnThread(encoder)
+    encoding.start([wanted(picture(0))])
+    take_all(encoding, 1)
+    encoding.start([wanted(picture(number)) for number in range(1, 9)])
+    take_all(encoding, 8)
+    me = threading.current_thread().name
+    assert encoder.threads[0] == "k3vl-encoder"
+    assert set(encoder.threads) == {"k3vl-encoder", me}
+    assert len(encoder.encoded) == len(set(encoder.encoded)) == 9
+    for number in range(9, 20):
+        encoding.start([wanted(picture(number))])
+        take_all(encoding, 1)
+        assert encoder.threads[-1] == "k3vl-encoder", "a lone one is not for the engine's thread"
+    encoding.close()
 
 
 def test_other_weights_wait_for_the_item_that_is_being_encoded(encoder: GatedEncoder) -> None:
@@ -380,7 +399,7 @@ def test_a_picture_whose_request_was_cancelled_comes_again(encoder: GatedEncoder
 def test_a_step_with_nothing_else_to_do_waits_for_the_encoder(encoder: GatedEncoder) -> None:
     runner, inbox = threaded(encoder), Inbox()
     encoder.gate.clear()
-    runner.add(0, Prompt(tuple(tokens(30, seed=1)), (MediaSpan(4, picture(1)),)), SHORT, inbox)
+    runner.add(0, ONE, SHORT, inbox)
     steps = []
     looping = threading.Thread(target=lambda: [steps.append(1) for _ in iter(runner.step, False)])
     looping.start()
@@ -413,7 +432,7 @@ def test_answers_are_those_of_one_thread(alone: list[list[int]], encoder: GatedE
     served = backend(encoder)
     inboxes = [submit(served, item)[1] for item in PROMPTS]
     assert [answer(inbox) for inbox in inboxes] == alone
-    assert set(encoder.threads) == {"k3vl-encoder"}
+    assert "k3vl-encoder" in encoder.threads
     assert len(encoder.encoded) == len(set(encoder.encoded)), "none is made twice"
     _, inbox = submit(served, PROMPTS[0])
     before = len(encoder.encoded)
@@ -425,7 +444,7 @@ def test_answers_are_those_of_one_thread(alone: list[list[int]], encoder: GatedE
 def test_text_does_not_wait_for_pictures(encoder: GatedEncoder) -> None:
     served = backend(encoder)
     encoder.gate.clear()
-    _, slow = submit(served, PROMPTS[0])
+    _, slow = submit(served, ONE)
     assert encoder.entered.wait(20)
     _, quick = submit(served, TEXT)
     assert answer(quick)
@@ -534,7 +553,7 @@ def test_weights_that_change_take_no_features_of_the_old(encoder: GatedEncoder) 
     assert old != expected
     encoder.gate.clear()
     encoder.entered.clear()
-    _, before = submit(served, PROMPTS[2])
+    _, before = submit(served, ONE)
     assert encoder.entered.wait(20)
     updating = threading.Thread(target=served.update, args=(tiny_model(), OtherEncoder()))
     updating.start()
