@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import k3vl.load
 from k3vl.errors import BackendError, Cancelled
 from k3vl.lm.arena import Entry
 from k3vl.lm.encoding import EncodeInStep, EncodeOnStream, EncodeOnThread, encode_each
@@ -566,3 +568,27 @@ def test_weights_that_change_take_no_features_of_the_old(encoder: GatedEncoder) 
     updating.join(20)
     assert answer(submit(served, PROMPTS[0])[1]) == expected
     served.close()
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "cores", "chosen"),
+    [
+        ("cpu", 1, 2, EncodeOnThread),
+        ("cpu", 1, 1, EncodeInStep),
+        ("cpu", None, 8, EncodeInStep),
+        ("cuda", None, 8, EncodeOnStream),
+    ],
+)
+def test_device_and_cores_decide_who_encodes(
+    device: str, threads: int | None, cores: int, chosen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(k3vl.load, "usable_cores", lambda: cores)
+    made = k3vl.load.choose_encoding(torch.device(device), EngineConfig(num_threads=threads))
+    assert getattr(made, "func", made) is chosen
+
+
+def test_this_process_may_use_a_core() -> None:
+    assert 1 <= k3vl.load.usable_cores() <= os.cpu_count()
