@@ -21,7 +21,8 @@ from k3vl.lm.features import Feature, MediaItem
 from k3vl.lm.local import LocalBackend
 from k3vl.types import EncoderItem, MediaSpan, Prompt, SamplingParams
 from tests.lm.test_engine import PROMPTS, STOP, FakeEncoder, Inbox, alone, drain, picture
-from tests.lm.test_reuse import MODELS, Answer, cold, engine, finish, with_media
+from tests.lm.test_reuse import MODELS, Answer, cold, engine, finish, watching, with_media
+from tests.timing import until
 from tests.tiny import tiny_model, tokens
 
 __all__ = ["alone"]
@@ -44,7 +45,7 @@ class GatedEncoder(FakeEncoder):
     def encode(self, items):
         self.threads.append(threading.current_thread().name)
         self.entered.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         return super().encode(items)
 
 
@@ -124,7 +125,7 @@ def test_the_thread_leaves_out_what_nobody_holds_any_more(encoder: GatedEncoder)
     encoder.gate.clear()
     pairs = [wanted(picture(number)) for number in range(4)]
     encoding.start(pairs)
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     pairs[1][0].entry.kept = pairs[2][0].entry.kept = False
     encoder.gate.set()
     assert set(take_all(encoding, 2)) == {picture(0).digest, picture(3).digest}
@@ -142,7 +143,7 @@ def test_a_wait_can_be_ended(encoder: GatedEncoder) -> None:
     waiter.join(0.1)
     assert waiter.is_alive()
     encoding.wake()
-    waiter.join(20)
+    waiter.join(60)
     assert taken == [[]]
     encoding.wake()
     for wait in (False, True):
@@ -176,7 +177,7 @@ def test_other_weights_wait_for_the_item_that_is_being_encoded(encoder: GatedEnc
     encoder.gate.clear()
     pairs = [wanted(picture(number)) for number in range(2)]
     encoding.start(pairs)
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     for feature, _ in pairs:
         feature.entry.kept = False
     threading.Timer(0.1, encoder.gate.set).start()
@@ -358,6 +359,7 @@ def test_late_features_change_no_bit(
 ) -> None:
     """In any budget, with prefixes, preemption, pictures that are dropped and asked for again."""
     monkeypatch.setitem(MODELS, "now", MODELS[kernels])
+    monkeypatch.setattr("k3vl.lm.decode.choose", watching)
     unit = engine().scheduler.sizes.unit_bytes
     limits = {"cache_bytes": units * unit, "prefill_chunk": 32, "max_step_patches": 120}
     runner = engine(**limits, encoding=Late)
@@ -384,7 +386,7 @@ def test_a_picture_whose_request_was_cancelled_comes_again(encoder: GatedEncoder
     prompt = Prompt(tuple(tokens(30, seed=1)), (MediaSpan(20, picture(1)),))
     runner.add(0, prompt, SHORT, first)
     runner.step()
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     runner.cancel(0)
     runner.add(1, prompt, SHORT, second)
     runner.wake()
@@ -405,11 +407,11 @@ def test_a_step_with_nothing_else_to_do_waits_for_the_encoder(encoder: GatedEnco
     steps = []
     looping = threading.Thread(target=lambda: [steps.append(1) for _ in iter(runner.step, False)])
     looping.start()
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     looping.join(0.3)
     assert not steps, "it stands still"
     encoder.gate.set()
-    looping.join(20)
+    looping.join(60)
     assert inbox.ended
     assert len(steps) == 1 + len(inbox.ids), "one to encode, one a token"
     stages = runner.stats().stage_seconds
@@ -447,7 +449,7 @@ def test_text_does_not_wait_for_pictures(encoder: GatedEncoder) -> None:
     served = backend(encoder)
     encoder.gate.clear()
     _, slow = submit(served, ONE)
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     _, quick = submit(served, TEXT)
     assert answer(quick)
     assert slow.empty()
@@ -462,12 +464,12 @@ def test_a_request_is_cancelled_while_its_media_are_encoded(encoder: GatedEncode
     encoder.gate.clear()
     first, inbox = submit(served, PROMPTS[0])
     second, behind = submit(served, PROMPTS[2])
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     served.cancel(second)
     served.cancel(first)
     served.cancel(first)
     for each in (inbox, behind):
-        assert isinstance(each.get(timeout=20), Cancelled)
+        assert isinstance(each.get(timeout=60), Cancelled)
     encoder.gate.set()
     _, after = submit(served, PROMPTS[4])
     assert answer(after)
@@ -482,13 +484,13 @@ def test_closing_ends_what_is_being_encoded(encoder: GatedEncoder) -> None:
     served = backend(encoder)
     encoder.gate.clear()
     inboxes = [submit(served, item)[1] for item in PROMPTS[:2]]
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     closing = threading.Thread(target=served.close)
     closing.start()
     for inbox in inboxes:
-        assert isinstance(inbox.get(timeout=20), Cancelled)
+        assert isinstance(inbox.get(timeout=60), Cancelled)
     encoder.gate.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
     assert all(inbox.empty() for inbox in inboxes), "they hear of it once"
     with pytest.raises(BackendError, match="closed"):
@@ -504,10 +506,10 @@ def test_a_dead_engine_fails_those_that_are_being_encoded(encoder: GatedEncoder)
     served._engine.model.forward = broken
     encoder.gate.clear()
     _, inbox = submit(served, PROMPTS[0])
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     _, doomed = submit(served, TEXT)
     for each in (doomed, inbox):
-        error = each.get(timeout=20)
+        error = each.get(timeout=60)
         assert isinstance(error, BackendError)
         assert "out of memory" in str(error)
     encoder.gate.set()
@@ -528,10 +530,8 @@ def test_a_picture_that_cannot_be_encoded_fails_its_request_alone(
 
 def test_idle_is_the_time_without_any_request(encoder: GatedEncoder) -> None:
     served = backend(encoder)
-    time.sleep(0.2)
+    until(lambda: served.stats().idle_seconds >= 0.2)
     encoder.gate.clear()
-    begin = served.stats().idle_seconds
-    assert begin >= 0.2
     _, inbox = submit(served, PROMPTS[0])
     answer(submit(served, TEXT)[1])
     busy = served.stats().idle_seconds
@@ -539,8 +539,7 @@ def test_idle_is_the_time_without_any_request(encoder: GatedEncoder) -> None:
     assert served.stats().idle_seconds == busy, "one is being encoded"
     encoder.gate.set()
     answer(inbox)
-    time.sleep(0.3)
-    assert served.stats().idle_seconds > busy + 0.2
+    until(lambda: served.stats().idle_seconds > busy + 0.2)
     served.close()
 
 
@@ -556,16 +555,15 @@ def test_weights_that_change_take_no_features_of_the_old(encoder: GatedEncoder) 
     encoder.gate.clear()
     encoder.entered.clear()
     _, before = submit(served, ONE)
-    assert encoder.entered.wait(20)
+    assert encoder.entered.wait(60)
     updating = threading.Thread(target=served.update, args=(tiny_model(), OtherEncoder()))
     updating.start()
-    while not served._updates:
-        time.sleep(0.01)
+    until(lambda: served._updates)
     _, after = submit(served, PROMPTS[0])
     encoder.gate.set()
     assert answer(before)
     assert answer(after) == expected
-    updating.join(20)
+    updating.join(60)
     assert answer(submit(served, PROMPTS[0])[1]) == expected
     served.close()
 
