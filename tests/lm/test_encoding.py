@@ -352,7 +352,7 @@ class Late:
         pass
 
 
-@pytest.mark.parametrize("units", range(14, 60, 9))
+@pytest.mark.parametrize("units", range(14, 60, 15))
 @pytest.mark.parametrize("kernels", [name for name in MODELS if name != "now"])
 def test_late_features_change_no_bit(
     units: int, kernels: str, monkeypatch: pytest.MonkeyPatch
