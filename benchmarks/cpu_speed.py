@@ -12,7 +12,9 @@ text tokens and, for a caption, the 64 tokens of a picture of 224 by 224 pixels;
 - Captions a second of ours with 16 requests in flight. ``generate()`` takes no such stream.
 
 Each library has a process of its own, which sleeps while the other is measured; rounds alternate.
-Ours runs on one thread, the peer on as many as torch takes (OMP_NUM_THREADS says otherwise).
+Ours runs the language model on one thread and, where there is another core, the vision tower on a
+second, as it does when it is loaded; the peer runs on as many as torch takes (OMP_NUM_THREADS says
+otherwise).
 ``transformers`` must be installed; nothing else here needs it.
 """
 
@@ -40,6 +42,7 @@ from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.kernels.choice import choose
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.weights import load_model
+from k3vl.load import choose_encoding
 from k3vl.types import MediaSpan, Prompt, SamplingParams
 from k3vl.vision.encoder import VisionEncoder
 from k3vl.vision.processor import MediaProcessor
@@ -72,7 +75,10 @@ class Ours:
         model = load_model(reader, config.text, kernels, dtype=dtype, device=CPU)
         vision = load_vision(reader, config.vision, media, dtype=dtype, kernels=kernels.vision)
         encoder = VisionEncoder(*vision)
-        self.engine = Engine(model, encoder, EngineConfig(reuse=False), stop_ids=())
+        settings = EngineConfig(reuse=False, num_threads=1)
+        self.engine = Engine(
+            model, encoder, settings, stop_ids=(), encoding=choose_encoding(CPU, settings)
+        )
         self.processor = MediaProcessor(media)
         self.pad, self.pictures, self.number = config.media_placeholder_token_id, pictures, 0
 
@@ -108,6 +114,10 @@ class Ours:
             self._run([prompt], NEW, 1)
         after = self.engine.times.seconds
         return {"read": reading / 8} | {k: (after[k] - before[k]) / 8 for k in after}
+
+    def close(self) -> None:
+        """End the encoder's thread."""
+        self.engine.close()
 
     def _prompt(self, path: Path) -> Prompt:
         (item,) = self.processor.process(path).items
@@ -190,6 +200,9 @@ class Peer:
         self.model = modeling.Kimi_K25ForConditionalGeneration(whole).eval()
         self.count = len(pictures)
 
+    def close(self) -> None:
+        """Nothing runs."""
+
     def decode(self) -> np.ndarray:
         """Seconds a token."""
         times = []
@@ -230,6 +243,7 @@ def serve(kind: type[Ours | Peer], pictures: list[Path], connection: Connection)
     connection.send(torch.get_num_threads())
     while (name := connection.recv()) is not None:
         connection.send(getattr(subject, name)())
+    subject.close()
 
 
 class Library:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
@@ -15,13 +17,13 @@ from k3vl.checkpoint_summary import summarise_checkpoint
 from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.errors import CapacityError, ConfigError, WeightError
 from k3vl.kernels.choice import choose
-from k3vl.lm.ahead import EncodeAhead
+from k3vl.lm.encoding import EncodeInStep, EncodeOnStream, EncodeOnThread
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions, SamplingParams
-from k3vl.vision.encoder import VisionEncoder
+from k3vl.vision.encoder import VisionEncoder, join_patches, pin_patches
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
@@ -30,11 +32,14 @@ from k3vl.vision.weights import expected_tensors as expected_vision_tensors
 from k3vl.xtml.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from k3vl.checkpoint_summary import CheckpointSummary
     from k3vl.config import K3Config, MediaConfig
     from k3vl.kernels.choice import Kernels
+    from k3vl.lm.backend import Encoder
+    from k3vl.lm.encoding import Encoding
     from k3vl.lm.model import K3Model
     from k3vl.xtml.tokenizer import Tokenizer
 
@@ -87,7 +92,8 @@ class WeightLoader:
         model = load_model(
             reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device
         )
-        return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch)
+        join = pin_patches if self.device.type == "cuda" else join_patches
+        return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch, join=join)
 
     def load_beside(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
         """As :meth:`load`, for weights that are to take the place of running ones.
@@ -190,9 +196,8 @@ def open_checkpoint(
         config=config, media=media, dtype=dtype, device=where, kernels=kernels, batch=batch
     )
     model, encoder = weights.load(directory)
-    # With one thread for each operation another core is free for the tower.
-    ahead = EncodeAhead(encoder) if where.type == "cpu" and engine.num_threads == 1 else None
-    backend = LocalBackend(Engine(model, ahead or encoder, engine, stop_ids=stop_ids), ahead=ahead)
+    encoding = choose_encoding(where, engine)
+    backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids, encoding=encoding))
     return Parts(
         processor=MediaProcessor(
             media, limits=limits, policy=policy, keep_bytes=KEPT_PICTURES if engine.reuse else 0
@@ -206,6 +211,23 @@ def open_checkpoint(
         context_length=config.text.max_position_embeddings,
         min_confidence=load_min_confidence(directory),
     )
+
+
+def choose_encoding(device: torch.device, engine: EngineConfig) -> Callable[[Encoder], Encoding]:
+    """Where media are encoded: beside the language model, where there is room for that."""
+    if device.type == "cuda":
+        return EncodeOnStream
+    # With one thread for each operation another core, if there is one, is free for the tower.
+    if engine.num_threads == 1 and usable_cores() > 1:
+        return partial(EncodeOnThread, num_threads=1)
+    return EncodeInStep
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on, where the system tells; or else all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def summarise(directory: Path, config: K3Config) -> CheckpointSummary:

@@ -44,7 +44,7 @@ class Token:
 
 
 class Encoder(Protocol):
-    """Turns media into features; the engine calls it on its own thread."""
+    """Turns media into features; see :mod:`k3vl.lm.encoding` for who calls it, on which threads."""
 
     def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
         """Features [num_tokens, D] of every item, in order."""

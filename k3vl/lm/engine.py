@@ -27,6 +27,7 @@ from k3vl.lm.backend import Token
 from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
+from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets, row_of
 from k3vl.lm.packing import checkpoints_of, states_as
@@ -39,11 +40,12 @@ from k3vl.lm.stats import EngineStats, StageTimes
 from k3vl.lm.tier import HostTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from collections.abc import Sequence as Ordered
 
     from k3vl.lm.backend import Encoder
     from k3vl.lm.batch import Row
+    from k3vl.lm.encoding import Encoding
     from k3vl.lm.features import Feature
     from k3vl.lm.model import K3Model
     from k3vl.lm.packing import CheckpointDtype
@@ -62,7 +64,8 @@ class EngineConfig:
         host_cache_bytes: host memory for what goes from there, to come back when it is asked for.
         max_step_tokens: tokens of one step, over all requests; at least a page.
         prefill_chunk: prompt tokens of one request in a step; at least a page.
-        max_step_patches: patches encoded in one step; a larger item is encoded alone.
+        max_step_patches: patches encoded in one step, or under way at once beside the steps; a
+            larger item is encoded alone.
         reuse: keep the state of prompts and media for later requests.
         checkpoint_dtype: how states that are kept for later lie in memory; all but ``exact`` take
             less of it and make answers behind a hit differ in rounding (docs/caching.md).
@@ -95,6 +98,7 @@ class Engine:
         config: EngineConfig,
         *,
         stop_ids: tuple[int, ...],
+        encoding: Callable[[Encoder], Encoding] = EncodeInStep,
     ) -> None:
         """Allocate the cache.
 
@@ -103,6 +107,7 @@ class Engine:
             encoder: turns media into features.
             config: limits.
             stop_ids: tokens that end every generation.
+            encoding: where and when the encoder runs.
 
         Raises:
             ConfigError: the cache budget is too small, or the page size is no multiple of 16.
@@ -116,7 +121,8 @@ class Engine:
             page_size=config.page_size,
             states=states,
         )
-        self.model, self.encoder, self.config = model, encoder, config
+        self.model, self.config = model, config
+        self.encoding = encoding(encoder)
         self.stop_ids = frozenset(stop_ids)
         self.cache = HybridCache(model.config, sizes, dtype=dtype, device=device)
         head_dim = model.config.linear_attn_config.head_dim
@@ -131,6 +137,7 @@ class Engine:
             max_step_patches=config.max_step_patches,
             max_requests=config.max_requests,
             reuse=config.reuse,
+            encodes_beside=self.encoding.beside,
             keep_decoded=model.kernels.row_independent,
             tier=self.tier,
         )
@@ -284,7 +291,8 @@ class Engine:
         assert model.embedding.dtype == self.model.embedding.dtype
         assert model.embedding.device == self.model.embedding.device
         self.scheduler.forget()
-        self.model, self.encoder = model, encoder
+        self.model = model
+        self.encoding.renew(encoder)
         self.decoder.renew(model)
 
     def cancel(self, request_id: int) -> None:
@@ -302,16 +310,23 @@ class Engine:
         return EngineStats.of(self.scheduler, self.times, self.tier)
 
     def step(self) -> bool:
-        """Run one step; False when there is nothing to do."""
+        """Run one step; False when there is nothing to do.
+
+        One in which nothing can be done but encode waits until something has been.
+        """
+        busy = bool(self.jobs)
+        self._take_features(wait=False)
         step = self.scheduler.plan()
         with self.times.stage("restore"):
             for sequence in step.admitted:
                 self._fill_slot(sequence)
-        with self.times.stage("encode"):
-            failed = self._encode(step.encode)
-        live = [(s, n) for s, n in step.tokens if s.id not in failed]
-        decoding = [self.jobs[s.id] for s, _ in live if s.is_decoding]
-        prefilling = [(self.jobs[s.id], n) for s, n in live if not s.is_decoding]
+        if step.encode:
+            self.encoding.start(self._with_items(step.encode))
+        with self.times.stage("wait"):
+            self._take_features(wait=bool(self.jobs) and not step.tokens)
+        live = [(self.jobs[s.id], n) for s, n in step.tokens if s.id in self.jobs]
+        decoding = [job for job, _ in live if job.sequence.is_decoding]
+        prefilling = [(job, n) for job, n in live if not job.sequence.is_decoding]
         with self.times.stage("decode"):
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
@@ -319,7 +334,16 @@ class Engine:
                 self._decode(decoding[first : first + each])
         with self.times.stage("prefill"):
             self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
-        return bool(step.tokens or step.encode)
+        return busy
+
+    def wake(self) -> None:
+        """End a step that waits for the encoder, or the next that would; safe on any thread."""
+        self.encoding.wake()
+
+    def close(self) -> None:
+        """Cancel everything and end what encodes."""
+        self.fail_all(Cancelled("the engine was closed"))
+        self.encoding.close()
 
     def _fill_slot(self, sequence: Sequence) -> None:
         """Give a sequence that enters its state: of a checkpoint, or of an empty sequence."""
@@ -334,42 +358,29 @@ class Engine:
             self.cache.clear(sequence.slot)
         self.scheduler.restored(sequence)
 
-    def _encode(self, wanted: tuple[Feature, ...]) -> set[int]:
-        """Make encoder outputs; returns requests that failed for want of them."""
-        items: dict[Feature, EncoderItem] = {}
-        for job in self.jobs.values():
-            for index, feature in job.sequence.pinned.items():
-                if not feature.ready:
-                    items[feature] = job.prompt.spans[index].item
-        failed: set[int] = set()
-        for feature, made in self._encode_each([(f, items[f]) for f in wanted]):
+    def _with_items(self, wanted: tuple[Feature, ...]) -> list[tuple[Feature, EncoderItem]]:
+        """Features that are to be made, with what they are made of."""
+        items = {
+            feature: job.prompt.spans[index].item
+            for job in self.jobs.values()
+            for index, feature in job.sequence.pinned.items()
+            if not feature.ready
+        }
+        return [(feature, items[feature]) for feature in wanted]
+
+    def _take_features(self, *, wait: bool) -> None:
+        """Keep what has been encoded; requests whose media could not be end."""
+        for feature, made in self.encoding.take(wait=wait):
+            if not feature.entry.kept:
+                continue  # all who wanted it have left
             if not isinstance(made, BackendError):
                 self.cache.write_features(feature.entry.units, made)
                 feature.ready = True
                 continue
             users = [j for j in self.jobs.values() if feature in j.sequence.pinned.values()]
             for job in users:
-                failed.add(job.sequence.id)
                 self._fail(job, made)
-        return failed
-
-    def _encode_each(
-        self, wanted: list[tuple[Feature, EncoderItem]]
-    ) -> Iterator[tuple[Feature, torch.Tensor | BackendError]]:
-        """Rows of every output; when the joint call fails, each is tried alone."""
-        try:
-            encoded = self.encoder.encode([item for _, item in wanted]) if wanted else []
-        except Exception as exc:  # noqa: BLE001 - one request's media must not end the others
-            if len(wanted) == 1:
-                error = BackendError(f"the vision tower failed ({type(exc).__name__})")
-                error.__cause__ = exc
-                yield wanted[0][0], error
-                return
-            for pair in wanted:
-                yield from self._encode_each([pair])
-        else:
-            for (feature, _), rows in zip(wanted, encoded, strict=True):
-                yield feature, rows
+        self.times.seconds["encode"] = self.encoding.seconds
 
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""

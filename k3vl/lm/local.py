@@ -1,7 +1,6 @@
 """The embedded engine behind the backend seam: one thread that owns the model, and a queue.
 
-A second thread may encode media ahead of it (``ahead.py``). A dead engine fails every request at
-once and refuses new ones; nobody waits for it in vain.
+A dead engine fails every request at once and refuses new ones; nobody waits for it in vain.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from k3vl.errors import K3VLError
-    from k3vl.lm.ahead import EncodeAhead
     from k3vl.lm.backend import Encoder, InFlight, ScoreMethod, Token
     from k3vl.lm.engine import Engine
     from k3vl.lm.model import K3Model
     from k3vl.lm.stats import EngineStats
-    from k3vl.types import MediaSpan, Prompt
+    from k3vl.types import Prompt
 
     Sink: TypeAlias = Callable[[Token | K3VLError], None]
 
@@ -44,32 +42,15 @@ class _Update:
     done: Future[None] = field(default_factory=Future)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
-    """A request, or weights, on the way into the engine; ``spans`` are to be encoded first."""
-
-    id: int
-    command: Callable[[], None]
-    sink: Sink
-    spans: tuple[MediaSpan, ...] = ()
-    salt: str | None = None
-
-
 class LocalBackend:
     """Runs an :class:`Engine` on its own thread; every method is safe on any thread."""
 
-    def __init__(self, engine: Engine, *, ahead: EncodeAhead | None = None) -> None:
-        """Start the threads; from here on only the first of them touches ``engine``.
-
-        Args:
-            engine: not used by anybody else.
-            ahead: the engine's encoder, where media are to be encoded on a thread of their own.
-        """
+    def __init__(self, engine: Engine) -> None:
+        """Start the thread; from here on only that thread touches ``engine``."""
         self._engine = engine
-        self._ahead = ahead
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = count()
-        # Both are the engine thread's: weights that wait, and requests that wait for them.
+        # Both are the thread's: weights that wait, and requests that wait for them.
         self._updates: list[_Update] = []
         self._held: dict[int, tuple[Callable[[], None], Sink]] = {}
         self._death: BaseException | None = None
@@ -77,20 +58,10 @@ class LocalBackend:
         # Guards the order of "is it alive" and "enqueue", so that no command is left unread; and
         # what follows.
         self._lock = threading.Lock()
-        self._encoding: dict[int, _Entry] = {}
-        self._to_encode: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._updates_behind = 0  # updates that wait for media before them to be encoded
         self._idle_since: float | None = time.perf_counter()
         self._idle_seconds = 0.0
-        self._threads = [threading.Thread(target=self._run, name="k3vl-engine", daemon=True)]
-        if ahead is not None:
-            self._threads.append(
-                threading.Thread(
-                    target=self._encode, args=(ahead,), name="k3vl-encoder", daemon=True
-                )
-            )
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="k3vl-engine", daemon=True)
+        self._thread.start()
         # A daemon thread that still runs native code while Python shuts down aborts the process.
         atexit.register(self.close)
 
@@ -106,7 +77,7 @@ class LocalBackend:
         add = partial(
             self._engine.add, request_id, prompt, sampling, sink, arrived=time.perf_counter()
         )
-        self._enter(request_id, add, sink, prompt, sampling.cache_salt)
+        self._enter(request_id, add, sink)
         return request_id
 
     def score(
@@ -149,7 +120,7 @@ class LocalBackend:
             )
         request_id = next(self._ids)
         add = self._engine.add_scored if method == "prefill" else self._engine.add_forced
-        self._enter(request_id, partial(add, request_id, prompt, token_ids, sink), sink, prompt)
+        self._enter(request_id, partial(add, request_id, prompt, token_ids, sink), sink)
         return request_id
 
     def update(self, model: K3Model, encoder: Encoder, *, in_flight: InFlight = "finish") -> None:
@@ -170,89 +141,49 @@ class LocalBackend:
         """
         update = _Update(model=model, encoder=encoder)
         with self._lock:
-            self._check_alive()
-            if in_flight == "cancel":
-                self._drop_encoding(Cancelled("the weights are being updated"))
-            announce = partial(self._announce, update, in_flight)
-            if self._encoding or self._updates_behind:
-                self._updates_behind += 1
-                entry = _Entry(-1 - next(self._ids), announce, partial(_fail_update, update))
-                self._encoding[entry.id] = entry
-                self._to_encode.put(entry)
-            else:
-                self._commands.put(announce)
+            self._send(partial(self._announce, update, in_flight))
         update.done.result()
 
     def cancel(self, request_id: int) -> None:
         """See :class:`k3vl.lm.backend.Backend`."""
         with self._lock:
-            if self._is_over():
-                return  # it has ended already
-            entry = self._encoding.pop(request_id, None)
-            if entry is None:
-                self._commands.put(partial(self._cancel, request_id))
-            else:
-                error = Cancelled("the request was cancelled")
-                self._commands.put(partial(entry.sink, error))
+            if self._death is None and not self._closed.is_set():  # or it has ended already
+                self._send(partial(self._cancel, request_id))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
-        stats = self._engine.stats()
         with self._lock:
             since, now = self._idle_since, time.perf_counter()
             idle = self._idle_seconds + (0.0 if since is None else now - since)
-            waiting = stats.waiting + len(self._encoding)
-        seconds = dict(stats.stage_seconds)
-        if self._ahead is not None:
-            seconds["encode"] += self._ahead.seconds
-        return replace(stats, waiting=waiting, stage_seconds=seconds, idle_seconds=idle)
+        return replace(self._engine.stats(), idle_seconds=idle)
 
     def holds_features(self, digest: str) -> bool:
         """Whether a media item would not have to be encoded now."""
         return (None, digest) in self._engine.scheduler.features
 
     def close(self) -> None:
-        """Cancel everything and wait for the threads."""
+        """Cancel everything and wait for the thread."""
         with self._lock:
             if not self._closed.is_set():
                 self._closed.set()
                 self._commands.put(None)
-                self._to_encode.put(None)
+                self._engine.wake()
         atexit.unregister(self.close)
-        for thread in self._threads:
-            if threading.current_thread() is not thread:
-                thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def _enter(
-        self,
-        request_id: int,
-        start: Callable[[], None],
-        sink: Sink,
-        prompt: Prompt,
-        salt: str | None = None,
-    ) -> None:
-        entry = _Entry(
-            request_id, partial(self._start, request_id, start, sink), sink, prompt.spans, salt
-        )
+    def _enter(self, request_id: int, start: Callable[[], None], sink: Sink) -> None:
         with self._lock:
-            self._check_alive()
+            self._send(partial(self._start, request_id, start, sink))
             if self._idle_since is not None:
                 self._idle_seconds += time.perf_counter() - self._idle_since
                 self._idle_since = None
-            # Nothing overtakes weights that came before it.
-            if self._ahead is not None and (prompt.spans or self._updates_behind):
-                self._encoding[request_id] = entry
-                self._to_encode.put(entry)
-            else:
-                self._commands.put(entry.command)
 
     def _send(self, command: Callable[[], None]) -> None:
-        with self._lock:
-            self._check_alive()
-            self._commands.put(command)
-
-    def _is_over(self) -> bool:
-        return self._death is not None or self._closed.is_set()
+        """Hand the thread a command; the lock is held."""
+        self._check_alive()
+        self._commands.put(command)
+        self._engine.wake()
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -262,39 +193,12 @@ class LocalBackend:
         if self._closed.is_set():
             raise BackendError("the engine is closed")
 
-    def _drop_encoding(self, error: K3VLError) -> None:
-        """End the requests whose media are not encoded yet; updates stay."""
-        for request_id in [number for number in self._encoding if number >= 0]:
-            self._commands.put(partial(self._encoding.pop(request_id).sink, error))
-
-    # ------------------------------------------------------------------ on the encoder's thread
-
-    def _encode(self, ahead: EncodeAhead) -> None:
-        """Encode the media of requests in their order, then pass them on."""
-        self._set_num_threads()
-        while (entry := self._to_encode.get()) is not None:
-            features = self._engine.scheduler.features
-            for span in entry.spans:
-                if entry.id not in self._encoding or self._closed.is_set():
-                    break  # it was cancelled
-                if (entry.salt, span.item.digest) not in features:
-                    try:
-                        ahead.prepare(span.item, entry.salt)
-                    except Exception:  # noqa: BLE001 - the engine meets it again, and tells
-                        break
-            with self._lock:
-                self._updates_behind -= entry.id < 0
-                # At the end those that are still here hear of it from the engine's thread.
-                if not self._is_over() and self._encoding.pop(entry.id, None) is not None:
-                    self._commands.put(entry.command)
-
-    def _set_num_threads(self) -> None:
-        if self._engine.config.num_threads is not None:
-            torch.set_num_threads(self._engine.config.num_threads)
+    # ------------------------------------------------------------------ on the engine's thread
 
     def _run(self) -> None:
         try:
-            self._set_num_threads()
+            if self._engine.config.num_threads is not None:
+                torch.set_num_threads(self._engine.config.num_threads)
             while self._obey(wait=not self._engine.jobs):
                 self._engine.step()
                 self._apply_updates()
@@ -302,8 +206,7 @@ class LocalBackend:
             self._die(exc)
         else:
             self._fail_all(Cancelled("the engine was closed"))
-
-    # ------------------------------------------------------------------ on the engine's thread
+        self._engine.close()
 
     def _start(self, request_id: int, start: Callable[[], None], sink: Sink) -> None:
         """Add a request, or keep it for the weights that are about to come."""
@@ -328,11 +231,7 @@ class LocalBackend:
         if not self._updates or self._engine.jobs:
             return
         while self._updates:  # one leaves the list when it is done: if this dies, _fail_all ends it
-            encoder: Encoder = self._updates[0].encoder
-            if self._ahead is not None:
-                self._ahead.renew(encoder)
-                encoder = self._ahead
-            self._engine.update(self._updates[0].model, encoder)
+            self._engine.update(self._updates[0].model, self._updates[0].encoder)
             self._updates.pop(0).done.set_result(None)
         while self._held:
             start, _ = self._held.pop(next(iter(self._held)))
@@ -346,11 +245,6 @@ class LocalBackend:
         for update in self._updates:
             update.done.set_exception(error)
         self._held, self._updates = {}, []
-        with self._lock:
-            left = list(self._encoding.values())
-            self._encoding.clear()
-        for entry in left:
-            entry.sink(error)
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out commands, waiting for the first when idle; False once closed."""
@@ -369,7 +263,7 @@ class LocalBackend:
     def _note_idle(self) -> None:
         """From here until the next request nobody has anything for the engine to do."""
         with self._lock:
-            if self._idle_since is None and not self._encoding and self._commands.empty():
+            if self._idle_since is None and self._commands.empty():
                 self._idle_since = time.perf_counter()
 
     def _die(self, exc: BaseException) -> None:
@@ -382,8 +276,3 @@ class LocalBackend:
             if command is not None:
                 command()
         self._fail_all(error)
-
-
-def _fail_update(update: _Update, error: Token | K3VLError) -> None:
-    assert isinstance(error, Exception)
-    update.done.set_exception(error)

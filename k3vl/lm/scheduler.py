@@ -14,6 +14,9 @@ encoder outputs to make. The rules:
   again (the prefix tree), and it queues in its old place. The oldest never gives way and alone fits
   by admission, so every step advances something and every request ends.
 - A request that a step had no room for goes first in the next.
+- Where the encoder runs beside the steps, a prompt waits for its media. What lies before them is
+  computed if somebody waits for that, or nobody has anything else to do: another pass costs more
+  than the few tokens it brings forward.
 """
 
 from __future__ import annotations
@@ -86,12 +89,15 @@ class Scheduler:
         sizes: units of the arena and what they hold.
         max_step_tokens: tokens of a step, at least a page; bounds the wait for a long prompt.
         prefill_chunk: most prompt tokens of one sequence in a step, at least a page.
-        max_step_patches: patches encoded in a step; a larger item is encoded alone.
+        max_step_patches: patches encoded in a step, or under way at once; a larger item is encoded
+            alone.
         max_requests: sequences that run at once.
         reuse: keep what ended requests leave behind.
         keep_decoded: decoding leaves the bits that prefill would (kernels with independent rows),
             so its pages and states are kept too, and nothing is replayed token by token.
         tier: where evicted entries go and come back from, if anywhere.
+        encodes_beside: encoder outputs may come later than the step that has them made; nobody
+            runs into one that is not ready, and prompts have them made before they get there.
     """
 
     sizes: CacheSizes
@@ -102,6 +108,7 @@ class Scheduler:
     reuse: bool = True
     keep_decoded: bool = False
     tier: Tier | None = None
+    encodes_beside: bool = False
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
@@ -109,7 +116,9 @@ class Scheduler:
     arena: Arena = field(init=False)
     tree: PrefixTree = field(init=False)
     features: FeatureStore = field(init=False)
-    _encode: list[Feature] = field(default_factory=list, init=False)
+    _making: list[Feature] = field(default_factory=list, init=False)
+    _encoder_full: bool = field(default=False, init=False)
+    _awaited: set[int] = field(default_factory=set, init=False)
     _orders: count[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
@@ -169,25 +178,33 @@ class Scheduler:
     def plan(self) -> Step:
         """Admit what fits and choose the next step's work; empty when nothing is left."""
         admitted = self._admit()
-        self._encode = []
+        making = self._making = [f for f in self._making if f.entry.kept and not f.ready]
+        under_way, self._encoder_full = len(making), False
         budget = self.max_step_tokens
-        chosen: dict[int, tuple[Sequence, int]] = {}
+        chosen: list[tuple[Sequence, int]] = []
+        early: list[tuple[Sequence, int]] = []
         for sequence in sorted(self.running, key=self._urgency):
             if sequence.slot is None:
                 continue  # it has just given way
-            tokens = self._equip(sequence, self._share(sequence, budget))
-            if tokens:
-                chosen[sequence.id] = sequence, tokens
+            tokens, waits = self._equip(sequence, self._share(sequence, budget))
+            if tokens and waits and sequence.id not in self._awaited:
+                early.append((sequence, tokens))
+            elif tokens:
+                chosen.append((sequence, tokens))
                 budget -= tokens
-        tokens_of = tuple((s, n) for s, n in chosen.values() if s.slot is not None)
+        if self.encodes_beside:
+            self._look_ahead()
+        tokens_of = tuple((s, n) for s, n in chosen if s.slot is not None)
+        if not tokens_of:
+            tokens_of = tuple((s, n) for s, n in early if s.slot is not None)[:1]
         self.left_out = {s.id for s in self.running} - {s.id for s, _ in tokens_of}
         self.counts.steps += bool(tokens_of)
-        self.counts.running_steps += len(self.running)
+        self.counts.running_steps += len(self.running) if tokens_of else 0
         self.counts.peak_running = max(self.counts.peak_running, len(self.running))
         return Step(
             admitted=tuple(s for s in admitted if s.slot is not None),
             tokens=tokens_of,
-            encode=tuple(feature for feature in self._encode if feature.entry.kept),
+            encode=tuple(feature for feature in making[under_way:] if feature.entry.kept),
         )
 
     def restored(self, sequence: Sequence) -> None:
@@ -238,6 +255,7 @@ class Scheduler:
 
     def _admit(self) -> list[Sequence]:
         admitted = []
+        self._awaited.clear()
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_requests:
                 break
@@ -270,6 +288,7 @@ class Scheduler:
             common = _common(sequence.keys[:limit], other.keys)
             if common > max(len(match.path), other.num_cached // self._page):
                 other.wanted.add(common)
+                self._awaited.add(other.id)
                 return True
         return False
 
@@ -351,35 +370,57 @@ class Scheduler:
         most = min(self.prefill_chunk, budget)
         return rest if rest <= most else most // self._page * self._page
 
-    def _equip(self, sequence: Sequence, tokens: int) -> int:
-        """Get the units for so many tokens, or for fewer; how many can run."""
+    def _equip(self, sequence: Sequence, tokens: int) -> tuple[int, bool]:
+        """Get the units for so many tokens, or for fewer.
+
+        Returns:
+            How many can run, and whether there would be more but for media that are being encoded.
+        """
         begin = sequence.num_cached
         if tokens and sequence.is_decoding:
             if begin < len(sequence.pages) * self._page:
-                return tokens
+                return tokens, False
             if not self._make_room(sequence, 1):
-                return 0
+                return 0, False
             sequence.pages += self.arena.take(1, "page")
-            return tokens
-        for index in sequence.overlapping(begin, begin + tokens):
-            if index not in sequence.pinned and not self._pin(sequence, index):
-                return max(0, sequence.media[index].offset // self._page * self._page - begin)
-        return tokens
+            return tokens, False
+        end, waits = begin + tokens, False
+        for index in sequence.overlapping(begin, end):
+            pinned = index in sequence.pinned or self._pin(sequence, index)
+            late = pinned and self.encodes_beside and not sequence.pinned[index].ready
+            if late or not pinned:
+                end = min(end, max(begin, sequence.media[index].offset // self._page * self._page))
+                waits |= late
+            if not pinned:
+                break
+        return end - begin, waits
+
+    def _look_ahead(self) -> None:
+        """Have media made that prompts will come to, as far as nobody must give way for them."""
+        for sequence in sorted(self.running, key=lambda other: other.order):
+            for index in sequence.overlapping(sequence.num_cached, sequence.num_prompt):
+                units = self.sizes.feature_units(sequence.media[index].num_tokens)
+                if index not in sequence.pinned and not (
+                    self.arena.fits(units) and self._pin(sequence, index)
+                ):
+                    break  # in order: what is held further on must not be in its own way
 
     def _pin(self, sequence: Sequence, index: int) -> bool:
-        """Hold a media item's features, or have them made in this step."""
+        """Hold a media item's features, or have them made."""
         item = sequence.media[index]
         feature = self.features.pin(item)
         if feature is None:
-            patches = sum(made.item.patches for made in self._encode) + item.patches
-            if self._encode and patches > self.max_step_patches:
+            patches = sum(made.item.patches for made in self._making) + item.patches
+            # Small items do not pass by a large one for ever.
+            self._encoder_full |= bool(self._making) and patches > self.max_step_patches
+            if self._encoder_full:
                 return False
             units = self.sizes.feature_units(item.num_tokens)
             if not self._make_room(sequence, units):
                 return False
             feature = self.features.make(item, units)
             if not feature.ready:
-                self._encode.append(feature)
+                self._making.append(feature)
         sequence.pinned[index] = feature
         return True
 

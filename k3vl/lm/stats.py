@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from k3vl.lm.tier import HostTier
 
 
+STAGES = ("restore", "encode", "wait", "decode", "prefill")
+
+
 @dataclass(slots=True)
 class StageTimes:
     """Seconds spent so far.
 
     Attributes:
-        seconds: by stage of a step (``restore``, ``encode``, ``decode``, ``prefill``).
+        seconds: by stage of a step (``restore``; ``wait`` for the encoder, or help it, for want of
+            anything else to do; ``decode``; ``prefill``), and ``encode``: what encoding has taken,
+            which may be beside the others and on two threads.
         queue: between arrival and admission, summed over requests.
         first_token, first_tokens: between arrival and first token, summed over that many requests.
     """
 
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("restore", "encode", "decode", "prefill"), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     queue: float = 0.0
     first_token: float = 0.0
     first_tokens: int = 0

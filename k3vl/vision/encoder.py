@@ -15,11 +15,24 @@ import torch
 from k3vl.errors import ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from k3vl.types import EncoderItem
     from k3vl.vision.projector import PatchMerger
     from k3vl.vision.tower import VisionTower
+
+
+def join_patches(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    """[P, 3, 14, 14] of all parts; a copy even of one, which may be read-only."""
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def pin_patches(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    """As :func:`join_patches`, page-locked: a CUDA device fetches it while the host goes on."""
+    count, dtype = sum(len(part) for part in parts), torch.from_numpy(parts[0][:0].copy()).dtype
+    patches = torch.empty((count, *parts[0].shape[1:]), dtype=dtype, pin_memory=True)
+    np.concatenate(parts, out=patches.numpy())
+    return patches
 
 
 class VisionEncoder:
@@ -35,6 +48,8 @@ class VisionEncoder:
         projector: from merged cells to the text width.
         max_patches_per_batch: items are joined up to this many patches, a larger one goes alone;
             None takes one item at a time.
+        join: a batch's patches, one after the other in host memory: :func:`join_patches`, or
+            :func:`pin_patches` where they go to a device.
     """
 
     def __init__(
@@ -43,10 +58,12 @@ class VisionEncoder:
         projector: PatchMerger,
         *,
         max_patches_per_batch: int | None = None,
+        join: Callable[[Sequence[np.ndarray]], torch.Tensor] = join_patches,
     ) -> None:
         self.tower = tower
         self.projector = projector
         self.max_patches_per_batch = max_patches_per_batch
+        self.join = join
 
     def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
         """Compute the features of every item, in order.
@@ -84,8 +101,7 @@ class VisionEncoder:
 
     @torch.no_grad()
     def _compute(self, batch: Sequence[EncoderItem]) -> list[torch.Tensor]:
-        # A copy even of a single item: arrays of decoded pixels may be read-only.
-        patches = torch.from_numpy(np.concatenate([item.patches for item in batch]))
+        patches = self.join([item.patches for item in batch])
         merged = self.tower(patches, [item.grid_thw for item in batch])
         rows = torch.split(self.projector(merged), [item.num_tokens for item in batch])
         # Slices would keep the whole batch alive as long as one of them is used.

@@ -128,7 +128,7 @@ def test_pictures_are_encoded_once_per_request_and_released() -> None:
             if s.offset + s.item.num_tokens <= job.sequence.num_cached
         ]
         assert not set(done) & set(job.sequence.pinned)
-    assert runner.encoder.encoded == [span.item.digest for span in PROMPTS[0].spans]
+    assert runner.encoding.encoder.encoded == [span.item.digest for span in PROMPTS[0].spans]
 
 
 def test_stop_ids_end_generation() -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.prefix import page_keys
 from k3vl.types import MediaSpan, Prompt, SamplingParams
@@ -26,9 +27,10 @@ def model(request, monkeypatch):
     return chosen
 
 
-def engine(**limits) -> Engine:
+def engine(*, encoding=EncodeInStep, **limits) -> Engine:
     settings = {"cache_bytes": 2**20, "page_size": PAGE, "exact_decode": True, **limits}
-    return Engine(MODELS["now"], FakeEncoder(), EngineConfig(**settings), stop_ids=(STOP,))
+    config = EngineConfig(**settings)
+    return Engine(MODELS["now"], FakeEncoder(), config, stop_ids=(STOP,), encoding=encoding)
 
 
 class Watched:
@@ -185,7 +187,7 @@ def test_concurrent_cold_starts_of_one_prefix() -> None:
     finish(runner)
     assert all(a.same_as(cold(p)) for a, p in zip(answers, prompts, strict=True))
     assert [a.cached for a in answers] == [0] + [112] * 5
-    assert len(runner.encoder.encoded) == 3, "every picture once"
+    assert len(runner.encoding.encoder.encoded) == 3, "every picture once"
 
 
 def test_preemption_changes_no_bit(model, monkeypatch) -> None:
@@ -294,7 +296,7 @@ def test_salts_share_nothing() -> None:
     runner, prompt = engine(), with_media(100, tail=0)
     hits = [ask(runner, prompt, cache_salt=salt).cached for salt in ("a", "a", "b", None, "b")]
     assert hits == [0, 96, 0, 0, 96]
-    assert len(runner.encoder.encoded) == 9
+    assert len(runner.encoding.encoder.encoded) == 9
 
 
 def test_a_chunk_is_one_pass_where_rows_are_independent(model, monkeypatch) -> None:

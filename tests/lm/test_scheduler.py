@@ -10,7 +10,7 @@ from k3vl.errors import CapacityError
 from k3vl.lm.arena import Arena, Entry
 from k3vl.lm.cache import CacheSizes
 from k3vl.lm.features import MediaItem
-from k3vl.lm.scheduler import Scheduler
+from k3vl.lm.scheduler import Scheduler, Step
 from k3vl.lm.sequence import Sequence, checkpoint_depths, media_units
 
 PAGE = 8
@@ -54,6 +54,7 @@ class Machine:
         self.decoded = 0
         if isinstance(plan.tier, FakeTier):
             plan.tier.state = self.state
+        self.waited = 0
 
     def step(self) -> list[Sequence]:
         """One step; the sequences that finished."""
@@ -61,12 +62,8 @@ class Machine:
         self.steps += 1
         if self.steps % self.check_every == 0:
             plan.check_integrity()
-        assert bool(step.tokens or step.encode) == bool(plan.running), (
-            "every step advances something"
-        )
+        assert self._moves(step) == bool(plan.running), "every step advances something"
         assert sum(n for _, n in step.tokens) <= plan.max_step_tokens
-        patches = [feature.item.patches for feature in step.encode]
-        assert len(patches) <= 1 or sum(patches) <= plan.max_step_patches
         for new in step.admitted:
             depth = 0
             if new.restore is not None:
@@ -79,11 +76,22 @@ class Machine:
             assert feature.entry.kept
             assert feature.entry.refs
             self.encoded.append(feature.item.key[1])
-            feature.ready = True
-        finished = [s for s, n in step.tokens if self._run(s, n)]
+        finished = self._encode(step)
+        finished += [s for s, n in step.tokens if s.slot is not None and self._run(s, n)]
         if self.steps % self.check_every == 0:
             plan.check_integrity()
         return finished
+
+    def _moves(self, step: Step) -> bool:
+        return bool(step.tokens or step.encode)
+
+    def _encode(self, step: Step) -> list[Sequence]:
+        """Make what the step wants made; the sequences that this has ended."""
+        patches = [feature.item.patches for feature in step.encode]
+        assert len(patches) <= 1 or sum(patches) <= self.plan.max_step_patches
+        for feature in step.encode:
+            feature.ready = True
+        return []
 
     def _run(self, seq: Sequence, tokens: int) -> bool:
         for index in seq.overlapping(seq.num_cached, seq.num_cached + tokens):
@@ -138,6 +146,40 @@ class FakeTier:
         self.held.clear()
 
 
+class LateMachine(Machine):
+    """Outputs come steps later, in any order, and some never: their users end."""
+
+    def __init__(self, plan: Scheduler, rng: random.Random, *, check_every: int = 1) -> None:
+        super().__init__(plan, check_every=check_every)
+        assert plan.encodes_beside
+        self.rng, self.under_way = rng, []
+
+    def _moves(self, step: Step) -> bool:
+        self.under_way = [feature for feature in self.under_way if feature.entry.kept]
+        return bool(step.tokens or step.encode or self.under_way)
+
+    def _encode(self, step: Step) -> list[Sequence]:
+        self.under_way += step.encode
+        patches = [feature.item.patches for feature in self.under_way]
+        assert len(patches) <= 1 or sum(patches) <= self.plan.max_step_patches
+        done = [f for f in self.under_way if self.rng.random() < 0.3]
+        if not step.tokens and not done and self.under_way:
+            done = [self.rng.choice(self.under_way)]  # the engine waits for one
+            self.waited += 1
+        self.under_way = [f for f in self.under_way if f not in done]
+        ended = []
+        for feature in done:
+            if self.rng.random() < 0.9:
+                feature.ready = True
+                continue
+            users = [s for s in self.plan.running if feature in s.pinned.values()]
+            for user in users:
+                self.plan.finish(user)
+            ended += users
+            assert not feature.entry.kept
+        return ended
+
+
 def random_sequence(rng: random.Random, number: int, units: int, slot: int) -> Sequence:
     room = (units - slot - 4) * PAGE
     prompt = rng.randint(1, max(1, room * 2 // 3))
@@ -158,18 +200,21 @@ def random_sequence(rng: random.Random, number: int, units: int, slot: int) -> S
     )
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["in step", "beside"])
 @pytest.mark.parametrize("first", range(0, 1000, 100))
-def test_random_traces_finish_reuse_and_leak_nothing(first: int) -> None:
+def test_random_traces_finish_reuse_and_leak_nothing(first: int, *, beside: bool) -> None:
     """Books are checked at every step of one trace in five, at every ninth of the others."""
-    random_traces(range(first, first + 100))
+    random_traces(range(first, first + 100), beside=beside)
 
 
 @pytest.mark.slow
-def test_many_more_random_traces() -> None:
-    random_traces(range(1000, 20_000))
+@pytest.mark.parametrize("beside", [False, True], ids=["in step", "beside"])
+def test_many_more_random_traces(*, beside: bool) -> None:
+    random_traces(range(1000, 20_000), beside=beside)
 
 
-def random_traces(seeds: range) -> None:
+def random_traces(seeds: range, *, beside: bool) -> None:
+    waited = 0
     for seed in seeds:
         rng = random.Random(seed)
         slot, units = rng.randint(1, 4), rng.randint(12, 40)
@@ -183,8 +228,11 @@ def random_traces(seeds: range) -> None:
             reuse=rng.random() < 0.8,
             keep_decoded=rng.random() < 0.5,
             tier=rng.choice((None, FakeTier(rng.randint(1, 60)))),
+            encodes_beside=beside,
         )
-        machine = Machine(plan, check_every=9 if seed % 5 else 1)
+        check = 9 if seed % 5 else 1
+        late = LateMachine(plan, rng, check_every=check) if beside else None
+        machine = late or Machine(plan, check_every=check)
         live, arrivals, steps = {}, [], 0
         for number in range(12):
             new = random_sequence(rng, number, units, slot)
@@ -208,6 +256,8 @@ def random_traces(seeds: range) -> None:
         assert plan.arena.num_available == plan.arena.size, "nothing is held when nobody runs"
         if not plan.reuse:
             assert plan.arena.num_free == plan.arena.size
+        waited += machine.waited
+    assert bool(waited) == beside
 
 
 def finish_all(machine: Machine, limit: int = 2000) -> int:
@@ -285,6 +335,96 @@ def test_items_of_several_requests_are_encoded_in_one_step_under_the_budget() ->
     step = plan.plan()
     assert [feature.item.key[1] for feature in step.encode] == ["0", "1"]
     assert [s.id for s, _ in step.tokens] == [0, 1], "the others have no page without media"
+
+
+def test_others_run_while_pictures_are_encoded() -> None:
+    plan = scheduler(units=200, budget=64, chunk=64, encodes_beside=True)
+    plan.add(sequence(0, 30, 2, media=(item(PAGE + 3, 5, "a"),)))
+    plan.add(sequence(1, 12, 2, media=(item(2, 5, "b"),)))
+    plan.add(sequence(2, 6, 2))
+    step = plan.plan()
+    assert [feature.item.key[1] for feature in step.encode] == ["a", "b"]
+    assert [(s.id, n) for s, n in step.tokens] == [(2, 6)]
+    plan.advance(plan.running[2], 6)
+    plan.finish(plan.running[2])
+    step.encode[1].ready = True
+    step = plan.plan()
+    assert not step.encode
+    assert [(s.id, n) for s, n in step.tokens] == [(1, 12)]
+    plan.advance(plan.running[1], PAGE)
+    plan.finish(plan.running[1])
+    step = plan.plan()
+    assert [(s.id, n) for s, n in step.tokens] == [(0, PAGE)], "there is nothing else to do"
+
+
+def test_a_beginning_that_others_wait_for_is_not_held_up_by_a_picture() -> None:
+    plan = scheduler(units=200, budget=64, chunk=64, encodes_beside=True)
+    first, second = (
+        sequence(i, 5 * PAGE, 2, family=1, media=(item(2 * PAGE + 1, 5, f"{i}"),)) for i in range(2)
+    )
+    second.keys = (*first.keys[:2], *((1, i) for i in range(3)))
+    for new in (sequence(9, 1, 9), first, second):
+        plan.add(new)
+    machine = Machine(plan)
+    step = plan.plan()
+    assert [(s.id, n) for s, n in step.tokens] == [(9, 1), (0, 2 * PAGE)]
+    for seq, tokens in step.tokens:
+        machine._run(seq, tokens)
+    step = plan.plan()
+    assert [s.id for s in step.admitted] == [1]
+    assert [feature.item.key[1] for feature in step.encode] == ["1"], "both are under way"
+    assert [s.id for s, _ in step.tokens] == [9]
+
+
+def test_media_further_on_are_encoded_in_time() -> None:
+    """As many at once as the budget allows; what somebody stands before goes first."""
+    plan = scheduler(units=200, chunk=PAGE, encodes_beside=True, max_step_patches=10)
+    sizes = (4, 4, 12, 1)
+    media = tuple(item(20 * i, 5, f"{i}", patches=n) for i, n in enumerate(sizes))
+    plan.add(sequence(0, 90, 1, media=media))
+    plan.add(sequence(1, 20, 1, media=(item(10, 5, "small", patches=1),)))
+    started = []
+    while plan.running or plan.waiting:
+        step = plan.plan()
+        plan.check_integrity()
+        started.append([feature.item.key[1] for feature in step.encode])
+        for feature in step.encode:
+            feature.ready = True
+        for seq, tokens in step.tokens:
+            plan.advance(seq, tokens)
+            if not seq.num_pending:
+                plan.finish(seq)
+    assert [names for names in started if names] == [["0", "1"], ["small"], ["2"], ["3"]]
+
+
+def test_small_pictures_do_not_pass_by_a_large_one_for_ever() -> None:
+    plan = scheduler(units=200, encodes_beside=True, max_step_patches=10, reuse=False)
+    for number, patches in enumerate((4, 4, 12, *[4] * 9)):
+        plan.add(sequence(number, 9, 1, media=(item(0, 5, f"{number}", patches=patches),)))
+    started, under_way = [], []
+    while "2" not in started:
+        step = plan.plan()
+        started += [feature.item.key[1] for feature in step.encode]
+        under_way += step.encode
+        under_way.pop(0).ready = True  # one a step, so the encoder never runs out
+        for seq, tokens in step.tokens:
+            plan.advance(seq, min(tokens, PAGE))
+            plan.finish(seq)
+    assert started == ["0", "1", "2"]
+
+
+def test_nobody_gives_way_to_media_further_on() -> None:
+    plan = scheduler(units=3 + 11 + 5 + 3 + 2 + 1, chunk=PAGE, encodes_beside=True)
+    first = sequence(0, 11 * PAGE, 1, media=(item(0, 20, "near"), item(40, 40, "far")))
+    plan.add(first)
+    plan.add(sequence(1, 2 * PAGE, PAGE))
+    machine = Machine(plan)
+    machine.step()
+    assert machine.encoded == ["near"], "what is left is less than the far one needs"
+    assert len(plan.running) == 2
+    finish_all(machine)
+    assert machine.encoded == ["near", "far"]
+    assert plan.counts.preemptions == 1, "it came there"
 
 
 def test_a_picture_that_two_requests_need_is_encoded_once() -> None:

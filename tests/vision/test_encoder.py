@@ -8,7 +8,7 @@ import torch
 
 from k3vl.errors import ShapeError
 from k3vl.types import EncoderItem
-from k3vl.vision.encoder import VisionEncoder
+from k3vl.vision.encoder import VisionEncoder, join_patches, pin_patches
 from tests.vision.tiny_vision import TINY, pixels, tiny_models
 
 
@@ -99,3 +99,20 @@ def test_an_item_that_contradicts_itself_is_named():
     miscounted = EncoderItem("e" * 64, np.zeros((8, 3, 14, 14), dtype=np.uint8), (1, 2, 4), 3)
     with pytest.raises(ShapeError, match="3 tokens"):
         encoder.encode([miscounted])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_pinned_patches_are_the_joined_ones(dtype, monkeypatch):
+    """Page-locked memory takes a driver: the request for it is noted and left out."""
+    asked, empty = [], torch.empty
+
+    def ordinary(*size, pin_memory, **options):
+        asked.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", ordinary)
+    parts = [one.patches.astype(dtype) for one in ITEMS[:3]]
+    pinned = pin_patches(parts)
+    assert asked == [True]
+    assert pinned.dtype == join_patches(parts).dtype
+    assert torch.equal(pinned, join_patches(parts))
