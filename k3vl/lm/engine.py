@@ -29,7 +29,7 @@ from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.features import media_items
-from k3vl.lm.job import Job, Targets, row_of
+from k3vl.lm.job import Job, Targets, items_to_encode, row_of
 from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.passes import next_pass
 from k3vl.lm.prefix import page_key, page_keys
@@ -46,10 +46,9 @@ if TYPE_CHECKING:
     from k3vl.lm.backend import Encoder
     from k3vl.lm.batch import Row
     from k3vl.lm.encoding import Encoding
-    from k3vl.lm.features import Feature
     from k3vl.lm.model import K3Model
     from k3vl.lm.packing import CheckpointDtype
-    from k3vl.types import EncoderItem, Prompt, SamplingParams
+    from k3vl.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +320,8 @@ class Engine:
             for sequence in step.admitted:
                 self._fill_slot(sequence)
         if step.encode:
-            self.encoding.start(self._with_items(step.encode))
+            items = items_to_encode(self.jobs.values())
+            self.encoding.start([(feature, items[feature]) for feature in step.encode])
         with self.times.stage("wait"):
             self._take_features(wait=bool(self.jobs) and not step.tokens)
         live = [(self.jobs[s.id], n) for s, n in step.tokens if s.id in self.jobs]
@@ -357,16 +357,6 @@ class Engine:
             assert sequence.num_cached == 0
             self.cache.clear(sequence.slot)
         self.scheduler.restored(sequence)
-
-    def _with_items(self, wanted: tuple[Feature, ...]) -> list[tuple[Feature, EncoderItem]]:
-        """Features that are to be made, with what they are made of."""
-        items = {
-            feature: job.prompt.spans[index].item
-            for job in self.jobs.values()
-            for index, feature in job.sequence.pinned.items()
-            if not feature.ready
-        }
-        return [(feature, items[feature]) for feature in wanted]
 
     def _take_features(self, *, wait: bool) -> None:
         """Keep what has been encoded; requests whose media could not be end."""

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from k3vl.lm.batch import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from k3vl.errors import K3VLError
     from k3vl.lm.backend import Token
     from k3vl.lm.cache import HybridCache
+    from k3vl.lm.features import Feature
     from k3vl.lm.sampler import Forced, Sampler
     from k3vl.lm.sequence import Sequence
-    from k3vl.types import Prompt
+    from k3vl.types import EncoderItem, Prompt
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,3 +71,13 @@ def row_of(job: Job, cache: HybridCache, count: int, *, pad_to: int = 0) -> Row:
         wants_logits=count == sequence.num_pending,
         pad_to=pad_to,
     )
+
+
+def items_to_encode(jobs: Iterable[Job]) -> dict[Feature, EncoderItem]:
+    """Encoder outputs that requests hold and that are not there yet: what they are made of."""
+    return {
+        feature: job.prompt.spans[index].item
+        for job in jobs
+        for index, feature in job.sequence.pinned.items()
+        if not feature.ready
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,8 +11,11 @@ from k3vl.errors import CapacityError
 from k3vl.lm.arena import Arena, Entry
 from k3vl.lm.cache import CacheSizes
 from k3vl.lm.features import MediaItem
-from k3vl.lm.scheduler import Scheduler, Step
+from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths, media_units
+
+if TYPE_CHECKING:
+    from k3vl.lm.plan import Step
 
 PAGE = 8
 

@@ -62,11 +62,11 @@ def test_features_come_back_without_the_encoder(model) -> None:
     for seed in (5, 6):
         ask(runner, text(120, seed=seed), max_tokens=1)
     assert (None, prompt.spans[0].item.digest) not in runner.scheduler.features, "it was evicted"
-    encoded = len(runner.encoder.encoded)
+    encoded = len(runner.encoding.encoder.encoded)
     # The first token differs, so no prefix is reused and the media are needed.
     other = Prompt((9, *prompt.token_ids[1:]), prompt.spans)
     assert ask(runner, other).same_as(cold(model, other))
-    assert len(runner.encoder.encoded) == encoded
+    assert len(runner.encoding.encoder.encoded) == encoded
 
 
 @pytest.mark.parametrize("host", [3_000, 20_000, 2**20])
