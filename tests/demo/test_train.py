@@ -40,6 +40,14 @@ def test_a_run_can_be_continued(atlas_folder, tmp_path):
     assert max(file.stat().st_size for file in files) < 16 * 2**20
 
 
+def test_a_run_that_was_cut_off_goes_on_from_what_it_saved(atlas_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "_LOG_EVERY", 1)  # states are saved where losses are logged
+    _run(atlas_folder, tmp_path / "cut", "--save-every", "0", "--steps", "1")
+    saved = tmp_path / "cut" / "step-1"
+    again = _run(atlas_folder, tmp_path / "on", "--init", str(saved), "--steps", "1")
+    assert again[-1]["saved"] == str(tmp_path / "on")
+
+
 @pytest.mark.parametrize("name", ["chat112x2", "chatclip2"])
 def test_chats_train_and_every_answer_counts(atlas, atlas_folder, tmp_path, name):
     torch.compiler.set_stance("force_eager")
