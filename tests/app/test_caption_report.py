@@ -84,6 +84,8 @@ def test_a_browser_shows_the_sheet(width: int, scheme: str, tmp_path: Path) -> N
         page.on("console", lambda message: said.append(message.text))
         page.on("request", lambda request: said.append(request.url))
         page.goto(sheet.as_uri())
+        for image in page.locator("img").all():
+            image.scroll_into_view_if_needed()  # pictures load when they come into sight
         page.wait_for_function(
             "[...document.images].filter(i => i.complete && i.naturalWidth > 0).length == 4"
         )
