@@ -5,6 +5,10 @@
 Cases: the second turn of a chat about a picture, fifty questions about one picture, and a system
 head of 2,000 tokens that requests share. Times are taken through the whole pipeline, media decoding
 and rendering included.
+
+An engine that keeps nothing still encodes a picture once for all requests that hold it at the same
+time. So fifty questions, 16 at once, are asked of it twice: as they are, and with a salt for each
+(``fifty_questions_apart``), which leaves nothing to share: every question pays for its picture.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import platform
 import statistics
 import subprocess
 import time
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -30,6 +35,7 @@ from k3vl.types import MediaPart, Message, SamplingParams, TextPart
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "examples" / "fox-kite-bus.png"
+WARM_UP = 1
 NAMES = ("fox", "kite", "bus", "owl", "guitar", "rocket", "turtle", "boat", "tree", "clock")
 
 
@@ -87,12 +93,12 @@ def _with_head(head: str, question: str = "Hi") -> list[Message]:
     return [Message(role="system", parts=(TextPart(head),)), user(TextPart(question))]
 
 
-def fifty_questions(pipeline: Pipeline, number: int) -> Times:
+def fifty_questions(pipeline: Pipeline, number: int, *, apart: bool = False) -> Times:
     part = MediaPart("image", picture(number))
     requests = [
         pipeline.request(
             [user(part, TextPart(f"Is there a {NAMES[i % 10]} in the picture? {i}"))],
-            sampling=SamplingParams(max_tokens=8),
+            sampling=SamplingParams(max_tokens=8, cache_salt=f"{number} {i}" if apart else None),
         )
         for i in range(50)
     ]
@@ -103,10 +109,12 @@ def fifty_questions(pipeline: Pipeline, number: int) -> Times:
 
 
 CASES = {
-    "second_turn_448x336": second_turn,
-    "shared_head_2000": shared_head,
-    "fifty_questions": fifty_questions,
+    "second_turn_448x336": (second_turn, second_turn),
+    "shared_head_2000": (shared_head, shared_head),
+    "fifty_questions": (fifty_questions, fifty_questions),
+    "fifty_questions_apart": (fifty_questions, partial(fifty_questions, apart=True)),
 }
+"""With caches, and without."""
 
 
 def main() -> None:
@@ -122,18 +130,17 @@ def main() -> None:
         Pipeline.load(device="cpu", engine=EngineConfig(**config)) as warm,
         Pipeline.load(device="cpu", engine=EngineConfig(reuse=False, **config)) as cold,
     ):
-        for number, (name, case) in enumerate(CASES.items()):
-            warm_up = 0 if name == "fifty_questions" else 1
-            rounds = 1 if name == "fifty_questions" else options.rounds
+        for number, (name, (case_on, case_off)) in enumerate(CASES.items()):
             times: dict[str, list[Times]] = {"on": [], "off": []}
-            for i in range(rounds + warm_up):
-                for label, pipeline in (("on", warm), ("off", cold)):
-                    times[label].append(case(pipeline, 1000 * (number * 100 + i)))
+            for i in range(options.rounds + WARM_UP):
+                at = 1000 * (number * 100 + i)
+                times["on"].append(case_on(warm, at))
+                times["off"].append(case_off(cold, at))
                 peak = max(peak, process.memory_info().rss)
             results[name] = {}
             for which, unit in enumerate(("seconds", "cpu_seconds")):
                 found = {
-                    label: [t[which] for t in values[warm_up:]] for label, values in times.items()
+                    label: [t[which] for t in values[WARM_UP:]] for label, values in times.items()
                 }
                 on, off = (statistics.median(found[label]) for label in ("on", "off"))
                 results[name][unit] = {"on": on, "off": off, "on_over_off": on / off, "all": found}
