@@ -35,7 +35,8 @@ class KeptMedia:
         """What ``make`` returns, of now or of an earlier call with this key.
 
         Raises:
-            Exception: whatever ``make`` raises; a failure is not kept.
+            Exception: whatever ``make`` raises; a failure is not kept, and is nobody else's: it may
+                be of the caller (an interrupt), and an error is told in the caller's words.
         """
         with self._lock:
             if (held := self._held.get(key)) is not None:
@@ -46,7 +47,7 @@ class KeptMedia:
             if job is None:
                 job = self._making[key] = Future()
         if not mine:
-            return job.result()
+            return make() if job.exception() else job.result()
         try:
             job.set_result(make())
         except BaseException as exc:

@@ -1,6 +1,7 @@
 """A picture that comes again is not processed again; nothing else is taken for it."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from k3vl.config import K3_MEDIA
 from k3vl.errors import MediaError
 from k3vl.types import MediaPart
+from k3vl.vision.kept import KeptMedia
 from k3vl.vision.processor import MediaProcessor
 
 SIZE = 28 * 28 * 3
@@ -109,3 +111,22 @@ def test_a_failure_is_not_kept() -> None:
         with pytest.raises(MediaError):
             mine.process(b"no picture at all")
     assert mine.process(flat(1)).layout.width == 28
+
+
+def test_who_waited_for_a_failure_tries_for_itself() -> None:
+    """The other one's end may have been its own: an interrupt, say."""
+    kept, started, go = KeptMedia(2**20), threading.Event(), threading.Event()
+
+    def interrupted():
+        started.set()
+        assert go.wait(10)
+        raise KeyboardInterrupt
+
+    made = processor().process(flat(1))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(kept.get, "a", interrupted)
+        assert started.wait(10)
+        second = pool.submit(kept.get, "a", lambda: made)
+        go.set()
+        assert isinstance(first.exception(10), KeyboardInterrupt)
+        assert second.result(10) is made
