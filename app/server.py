@@ -32,6 +32,7 @@ from k3vl.app.http import (
     error_response,
     log,
 )
+from k3vl.app.memory import return_large_blocks
 from k3vl.app.metrics import Metrics
 from k3vl.app.openai import Limits
 from k3vl.app.openapi import document
@@ -333,6 +334,7 @@ def serve(engine: Engine, settings: ServerSettings) -> None:
         timeout_graceful_shutdown=settings.shutdown_seconds,
         lifespan="on",
     )
+    return_large_blocks()
     # The engine's thread must not wait the usual 5 ms for an event loop with much to do.
     sys.setswitchinterval(0.001)
     # uvicorn raises the signal again once all is shut down; by then it has had its effect.
