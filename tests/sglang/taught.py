@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from k3vl.checkpoint import CheckpointReader
 from k3vl.config import load_config
 from k3vl.kernels.choice import reference_kernels
+from k3vl.kernels.weight import AsAllocated
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.weights import load_model
@@ -85,6 +86,7 @@ def teach(
     )  # fmt: skip
     head = model.head.weight.clone()
     model.head.weight = torch.nn.Parameter(torch.eye(config.hidden_size), requires_grad=False)
+    model.bind(AsAllocated())
     said = _hidden(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
     hidden = torch.cat([said, _hidden(model, kept)])
     logits = hidden @ head.T
