@@ -15,7 +15,7 @@ from tests.sglang import kit
 from tests.sglang.test_server import TOLERANCE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from k3vl.types import Prompt
@@ -78,8 +78,19 @@ def test_rollouts_and_scores_are_the_embedded_engine_s(server: Server, pipeline:
     assert scored == pytest.approx(ours_scored, abs=TOLERANCE)
 
 
+@pytest.fixture
+def own_server(checkpoint: Path, tmp_path: Path) -> Iterator[Server]:
+    """SGLang goes by the directory of its latest weights, whatever it was named at the start."""
+    server = kit.Server(checkpoint, tmp_path / "sglang.log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
 def test_weights_are_exchanged(
-    server: Server, pipeline: Pipeline, checkpoint: Path, tmp_path: Path
+    own_server: Server, pipeline: Pipeline, checkpoint: Path, tmp_path: Path
 ) -> None:
     """For those of another directory, and back; nothing is started anew."""
 
@@ -87,20 +98,20 @@ def test_weights_are_exchanged(
         body = {"model_path": str(directory), "abort_all_requests": True}
         end = time.monotonic() + 60
         # An answer that has just come may still count as running; then the cache is not flushed.
-        while (answer := server.post("/update_weights_from_disk", body))[0] != 200:
+        while (answer := own_server.post("/update_weights_from_disk", body))[0] != 200:
             assert "cache was not flushed" in answer[1]["message"], answer
             assert time.monotonic() < end, answer
             time.sleep(0.5)
 
     other = kit.make_checkpoint(tmp_path / "other")  # the head before it was taught
     prompt = prompt_of(pipeline).token_ids
-    before = generate(server, prompt)
+    before = generate(own_server, prompt)
     try:
         update(other)
-        changed = generate(server, prompt)
+        changed = generate(own_server, prompt)
     finally:
         update(checkpoint)
-    assert generate(server, prompt) == before
+    assert generate(own_server, prompt) == before
     with Pipeline.load(other, device="cpu") as untaught:
         ours = embedded(untaught)
     assert changed.token_ids == ours.token_ids
