@@ -86,40 +86,28 @@ def address(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
     return x.data_ptr()
 
 
-@intrinsic
-def _float_pointer(typing_context: Any, where: Any) -> Any:
-    """An address as a pointer to float32."""
+def _pointer(kind: types.Type) -> Any:
+    """Make ``f(where)``: an address as a pointer to values of a type."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+    @intrinsic
+    def pointer(typing_context: Any, where: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float32)(types.int64), generate
+        return types.CPointer(kind)(types.int64), generate
+
+    return pointer
 
 
-@intrinsic
-def _int_pointer(typing_context: Any, where: Any) -> Any:
-    """An address as a pointer to int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int64)(types.int64), generate
+_float_pointer = _pointer(types.float32)
+_double_pointer = _pointer(types.float64)
+_int_pointer = _pointer(types.int64)
 
 
 @njit(inline="always")
 def floats(where: int, count: int) -> Any:
     """``count`` float32 from an address."""
     return carray(_float_pointer(where), (count,))
-
-
-@intrinsic
-def _double_pointer(typing_context: Any, where: Any) -> Any:
-    """An address as a pointer to float64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float64)(types.int64), generate
 
 
 @njit(inline="always")
