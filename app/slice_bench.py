@@ -7,7 +7,6 @@ the logits are right; a slice whose logits are wrong is not timed.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import torch
 from k3vl.app.slice_cost import Work, pass_work, prefill_work, weight_bytes
 from k3vl.config import parse_config
 from k3vl.errors import BackendError, Cancelled, CapacityError, ConfigError, K3VLError
-from k3vl.kernels.bench.about import describe
+from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.timing import Ceilings, measure_ceilings
 from k3vl.kernels.choice import choose, reference_kernels
 from k3vl.lm.batch import Row, build_batch
@@ -146,7 +145,7 @@ def bench_slice(options: SliceOptions) -> Iterator[Measured]:
     engine = Engine(model, _NoMedia(), engine_config, stop_ids=())
     for row in _measure(engine, options, ceilings):
         if options.output is not None:
-            _append(options.output, {**about, **_line(row, config, options, ceilings)})
+            append_lines(options.output, [{**about, **_line(row, config, options, ceilings)}])
         yield row
 
 
@@ -414,12 +413,6 @@ def _line(
         "pass_tokens": options.pass_tokens,
         "published_us": None if row.published is None else row.published * 1e3,
     }
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def show(row: Measured, options: SliceOptions) -> str:

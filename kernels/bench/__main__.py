@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.kernels.bench.about import describe
+from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.attention_cases import (
     attn_residual_cases,
     mla_around_cases,
@@ -78,9 +78,7 @@ def main() -> None:
                 failed += 1
                 continue
             if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                with options.output.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps({**about, **line}) + "\n" for line in lines)
+                append_lines(options.output, ({**about, **line} for line in lines))
             torch.cuda.empty_cache()
     sys.exit(bool(failed))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import time
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from k3vl.kernels.bench.timing import Ceilings
 
 
@@ -37,6 +41,13 @@ def describe(
         product = "bf16_tflop_s" if cuda else "float32_tflop_s"
         about[product] = round(ceilings.flops / 1e12, 1 if cuda else 4)
     return about
+
+
+def append_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append results to a file of JSON lines, which may not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def _commit() -> str:
