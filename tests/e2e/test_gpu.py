@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 import k3vl.load
+from k3vl.errors import K3VLError
 from k3vl.pipeline import Pipeline
 from k3vl.types import MediaPart, Message, TextPart
 
@@ -47,7 +48,12 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[list[Message]]:
 def answers(messages: list[list[Message]], where: k3vl.load.Device, in_flight: int) -> list[str]:
     with Pipeline.load(device=where) as pipeline:
         requests = [pipeline.request(message) for message in messages]
-        return [reply.content for reply in pipeline.replies(requests, in_flight=in_flight)]
+        found = []
+        for reply in pipeline.replies(requests, in_flight=in_flight):
+            if isinstance(reply, K3VLError):
+                raise reply
+            found.append(reply.content)
+        return found
 
 
 @pytest.fixture(scope="module")

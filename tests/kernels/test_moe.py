@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +16,9 @@ from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_exper
 from k3vl.kernels.moe.plan import most_tiles, plan_experts
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
 from k3vl.kernels.situ import SituGLU
+from tests.process import run_check
 
 CHECK = Path(__file__).with_name("moe_check.py")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.integers(0, 2**31))
@@ -134,18 +131,7 @@ def test_experts_that_do_not_fit_together_are_refused() -> None:
 
 
 def run(device: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    if device == "cpu":
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(CHECK), device],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_check(CHECK, device, interpret=device == "cpu")
 
 
 def test_kernels_are_their_references_in_the_interpreter() -> None:

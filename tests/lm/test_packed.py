@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +18,13 @@ from k3vl.errors import WeightError
 from k3vl.lm.batch import Row
 from k3vl.lm.weights import load_model, stored_tensors
 from k3vl.synthetic import slice_config, write_slice
+from tests.process import run_check
 from tests.tiny import COMPILED, CPU, REFERENCE, Runner, tokens
 
 if TYPE_CHECKING:
     from k3vl.kernels.choice import Kernels
     from k3vl.lm.model import K3Model
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECK = Path(__file__).with_name("packed_check.py")
 DECODING = replace(REFERENCE, latent_moe_mxfp4=None)
 EXPERT = "language_model.model.layers.3.block_sparse_moe.experts.5"
@@ -157,20 +155,8 @@ def test_one_plain_matrix_makes_all_of_them_floats(checkpoint, tmp_path):
 
 
 def run(what: str, *args: str, interpret: bool = False) -> dict[str, float]:
-    """In a process of its own: Triton chooses at import, and memory is the process's."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(CHECK), what, *args],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """In a process of its own: memory is the process's."""
+    return json.loads(run_check(CHECK, what, *args, interpret=interpret).splitlines()[-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
