@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from k3vl.demo.atlas import Atlas
 
 _CHUNK = 512
-# Redrawings keep where everything lies in a drawing, so it can still be learned by heart. A third
+# Redrawings keep where everything lies in a drawing, so it can still be learned by heart. A fifth
 # of them lose a rectangle with sides of these shares of the cell: no name hangs on a single part.
-HIDDEN_SHARE = 0.33
+HIDDEN_SHARE = 0.2
 _HIDDEN_SIDES = (0.2, 0.45)
 _INNER = 86  # an outlined sprite is drawn smaller, so that the outline has room
 
@@ -133,18 +133,18 @@ def redraw(
 
 
 def _warped(sprite: torch.Tensor, chance: _Chance) -> torch.Tensor:
-    """A smooth displacement, shear and stretch; half of the sprites keep their shape."""
+    """A smooth displacement, shear and stretch; a third of the sprites keep their shape."""
     n = len(sprite)
     device = sprite.device
     line = torch.linspace(-1, 1, CELL, device=device) * (CELL - 1) / CELL
     grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).expand(n, -1, -1, -1)
     turn = torch.eye(2, device=device).expand(n, 2, 2).clone()
-    turn = turn + chance.uniform(-0.16, 0.16, 4).view(n, 2, 2)
+    turn = turn + chance.uniform(-0.22, 0.22, 4).view(n, 2, 2)
     bend = torch.randn(n, 2, 4, 4, device=device, generator=chance.source)
-    bend = bend * chance.uniform(0, 0.055)
+    bend = bend * chance.uniform(0, 0.085)
     bend = F.interpolate(bend, (CELL, CELL), mode="bicubic").permute(0, 2, 3, 1)
     moved = grid @ turn[:, None] + bend
-    moved = torch.where(chance.happens(0.6), moved, grid)
+    moved = torch.where(chance.happens(0.7), moved, grid)
     return F.grid_sample(sprite, moved, mode="bilinear", align_corners=False)
 
 

@@ -38,6 +38,17 @@ def test_eight_bits_cost_at_most_half_a_step(shipped, tensors):
         assert (back[name] - value).abs().max() <= 0.51 * step, name
 
 
+def test_several_results_are_shipped_as_their_mean(shipped, tensors, tmp_path):
+    folders = [tmp_path / name for name in ("as it is", "doubled", "target")]
+    save_checkpoint(folders[0], pack.encode_bf16(tensors), json_files={})
+    doubled = {name: 2 * value for name, value in tensors.items()}
+    save_checkpoint(folders[1], pack.encode_bf16(doubled), json_files={})
+    pack.main([str(folder) for folder in folders])
+    back, one = pack.read_tensors(folders[2]), pack.read_tensors(shipped)
+    for name, value in one.items():
+        assert torch.allclose(back[name], 1.5 * value, atol=0.02 * value.abs().max()), name
+
+
 def test_configuration_is_read_by_the_project(shipped):
     config = load_config(shipped)
     assert config.text.shared_intermediate_size == 384
