@@ -130,9 +130,13 @@ def bench_slice(options: SliceOptions) -> Iterator[Measured]:
         CapacityError: the device has not the memory.
         BackendError: the logits are not the reference's.
     """
+    yield from bench_config(config_of(options), options)
+
+
+def bench_config(config: TextConfig, options: SliceOptions) -> Iterator[Measured]:
+    """The same of a configuration that need not be K3's; see :func:`bench_slice`."""
     device, dtype = choose_device(options.device)
     kernels = choose(device, dtype)
-    config = _config(options)
     engine_config = _engine_config(config, options, dtype)
     _require_room(config, options, kernels, dtype, device, engine_config.cache_bytes)
     model, error = _checked_model(config, options, kernels, dtype, device)
@@ -149,7 +153,8 @@ def bench_slice(options: SliceOptions) -> Iterator[Measured]:
         yield row
 
 
-def _config(options: SliceOptions) -> TextConfig:
+def config_of(options: SliceOptions) -> TextConfig:
+    """Of the slice that the options describe."""
     if options.layers < 2:
         raise ConfigError(f"{options.layers} layer(s): a slice has two at least")
     longest = max(

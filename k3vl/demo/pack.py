@@ -1,8 +1,8 @@
 """Checkpoint directories of the demo model: read one, write one, round one to 8 bits.
 
-``python -m k3vl.demo.pack SOURCE [SOURCE ...] TARGET`` turns training results (bfloat16 shards) into
-the directory that ships; of several, the mean of their weights. The encodings themselves are
-``k3vl.checkpoint``'s.
+``python -m k3vl.demo.pack SOURCE [SOURCE ...] TARGET`` turns training results (bfloat16 shards)
+into the directory that ships; of several, the mean of their weights. The encodings themselves
+are ``k3vl.checkpoint``'s.
 """
 
 from __future__ import annotations
@@ -181,7 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m k3vl.demo.pack", description=__doc__)
     parser.add_argument(
-        "source", type=Path, nargs="+", help="checkpoint directory, any encoding; several: their mean"
+        "source",
+        type=Path,
+        nargs="+",
+        help="checkpoint directories; their mean is packed",
     )
     parser.add_argument("target", type=Path, help="directory for the 8-bit checkpoint")
     args = parser.parse_args(arguments)
