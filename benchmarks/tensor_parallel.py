@@ -21,7 +21,7 @@ import os
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,11 @@ def part(config: TextConfig, ranks: int) -> TextConfig:
     )
 
 
-def step_us(batch: int, ranks: int) -> float:
-    """Median of a decoding step of a slice, or of one rank's part of it."""
-    options = SliceOptions(layers=LAYERS, prefill=(), decode=(batch,), device="cuda")
-    (row,) = bench_config(part(config_of(options), ranks), options)
-    return 1e6 * statistics.median(row.seconds)
+def steps_us(batches: list[int], ranks: int) -> list[float]:
+    """Medians of decoding steps of a slice, or of one rank's part of it."""
+    options = SliceOptions(layers=LAYERS, prefill=(), decode=tuple(batches), device="cuda")
+    rows = bench_config(part(config_of(options), ranks), options)
+    return [1e6 * statistics.median(row.seconds) for row in rows]
 
 
 def all_reduce_us(values: int) -> float:
@@ -78,6 +78,29 @@ def all_reduce_us(values: int) -> float:
     return statistics.median(spans)
 
 
+def tell(
+    batch: int,
+    whole: float,
+    share: float,
+    sums: list[float],
+    *,
+    ranks: int,
+    about: dict[str, Any],
+    output: Path | None,
+) -> None:
+    line = {
+        "op": "tensor_parallel_decode",
+        "shape": f"{LAYERS} layers of K3, B{batch}, {ranks} ranks",
+        "whole_us": round(whole, 1),
+        "part_us": round(share, 1),
+        "all_reduces_us": [round(us, 2) for us in sums],
+        "speedup_at_most": round(whole / (share + LAYERS * sum(sums)), 3),
+    }
+    print(json.dumps(line), flush=True)
+    if output:
+        append_lines(output, [{**about, **line}])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -88,22 +111,12 @@ def main() -> None:
     dist.init_process_group("nccl")
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     about = describe(torch.device("cuda"), None, commit=flags.commit)
-    for batch in flags.batches:
-        sums = [all_reduce_us(batch * width) for width in (ATTENTION, EXPERTS)]
-        if first:  # the others have nothing to do, and wait
-            whole, share = step_us(batch, 1), step_us(batch, ranks)
-            line = {
-                "op": "tensor_parallel_decode",
-                "shape": f"{LAYERS} layers of K3, B{batch}, {ranks} ranks",
-                "whole_us": round(whole, 1),
-                "part_us": round(share, 1),
-                "all_reduces_us": [round(us, 2) for us in sums],
-                "speedup_at_most": round(whole / (share + LAYERS * sum(sums)), 3),
-            }
-            print(json.dumps(line), flush=True)
-            if flags.output:
-                append_lines(flags.output, [{**about, **line}])
-        dist.barrier()
+    sums = [[all_reduce_us(b * width) for width in (ATTENTION, EXPERTS)] for b in flags.batches]
+    if first:  # the others have nothing to do, and wait
+        whole, share = (steps_us(flags.batches, n) for n in (1, ranks))
+        for numbers in zip(flags.batches, whole, share, sums, strict=True):
+            tell(*numbers, ranks=ranks, about=about, output=flags.output)
+    dist.barrier()
     dist.destroy_process_group()
 
 
