@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 _AV_ERRORS = (av.FFmpegError, ValueError, OSError)
 _IO_BYTES = 1 << 18
+# Tags that are not UTF-8 must not cost a clip. PyAV 19 keeps them as they are, and takes no order.
+_OPENING: dict[str, Any] = (
+    {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
+)
 # PQ and HLG of ITU-T H.273.
 _HDR_TRANSFERS = {16: "PQ", 18: "HLG"}
 _SCALER = (
@@ -251,7 +255,7 @@ class ContainerClip:
             stack.enter_context(file)
             try:
                 container = av.open(
-                    file, format=self._kind.decoder, buffer_size=_IO_BYTES, metadata_errors="ignore"
+                    file, format=self._kind.decoder, buffer_size=_IO_BYTES, **_OPENING
                 )
             except _AV_ERRORS as exc:
                 raise MediaError(
