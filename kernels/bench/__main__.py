@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import traceback
@@ -125,16 +126,19 @@ def _turn(
 ) -> dict[str, Any]:
     """Time one of a case's implementations; of a prepared peer also compare the result with ours.
 
-    ``apart`` of its line is the ratio of norms, None where nothing was compared.
+    Of its line, ``apart`` is the ratio of norms and ``agrees`` whether that is small; both None
+    where nothing was compared.
     """
     if not isinstance(work, Peer):
         return _measure(case, name, work, ceilings)
     prepared = work.prepare()
     apart = ratio_of_norms(prepared.result(), got) if prepared.result else None
-    agrees = apart is None or apart < AGREE  # NaN does not
-    if not agrees:
+    agrees = None if apart is None else apart < AGREE  # NaN is not
+    if agrees is False:
         say(f"  WARNING: what follows is {apart:.1e} from ours, no comparison: {name}")
     line = _measure(case, name, prepared.timed, ceilings)
+    if apart is not None and not math.isfinite(apart):
+        apart = None  # JSON has no NaN
     return {**line, "apart": apart, "agrees": agrees} if line else {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,9 @@ def test_a_peer_with_another_result_is_timed_and_marked(
     wrong: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = measured(prepared(lambda: wrong))
-    assert not lines["theirs"]["agrees"]
+    assert lines["theirs"]["agrees"] is False
     assert lines["theirs"]["median_us"] == 2.0
+    assert json.loads(json.dumps(lines["theirs"], allow_nan=False)) == lines["theirs"]
     warning = [x for x in capsys.readouterr().out.splitlines() if "WARNING" in x]
     assert len(warning) == 1
     assert "theirs" in warning[0]
@@ -77,7 +79,7 @@ def test_a_peer_with_another_result_is_timed_and_marked(
 
 def test_what_is_not_the_same_work_is_not_compared() -> None:
     line = measured(prepared(None))["theirs"]
-    assert (line["apart"], line["agrees"]) == (None, True)
+    assert (line["apart"], line["agrees"]) == (None, None)
 
 
 def failing() -> Any:
