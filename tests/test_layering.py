@@ -15,6 +15,8 @@ LAYERS = (
     (
         *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
         *("k3vl.rollouts", "k3vl.synthetic"),
+        # Measuring the whole tower needs the tower, which lies above the kernels.
+        *("k3vl.kernels.bench.__main__", "k3vl.kernels.bench.tower_cases"),
     ),
     ("k3vl.xtml", "k3vl.vision", "k3vl.lm"),
     (
@@ -102,6 +104,24 @@ def test_only_the_adapter_knows_transformers() -> None:
     }
     assert users
     assert all(name.startswith("k3vl.hf") for name in users)
+
+
+def test_only_the_plugin_and_the_measured_peers_know_sglang() -> None:
+    """Peers import it when their turn comes: nothing of it while the modules are loaded."""
+    users = {
+        name: path
+        for path, name in modules()
+        for t in imported(path)
+        if t.split(".")[0] in {"sglang", "sgl_kernel"}
+    }
+    peers = "k3vl.kernels.bench.sglang_"
+    assert any(name.startswith(peers) for name in users)
+    for name, path in users.items():
+        assert name.startswith(("k3vl.sglang.", peers))
+        if name.startswith(peers):
+            top = ast.parse(path.read_text(encoding="utf-8")).body
+            loaded = [node for node in top if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert not [node for node in loaded if "sglang." in ast.unparse(node)]
 
 
 def test_imports_go_in_no_circle() -> None:

@@ -1,12 +1,14 @@
 """``python -m k3vl.kernels.bench OP``: check, then time, then say how near the device's limits.
 
-Needs a CUDA device. A case whose result is wrong is not timed.
+Needs a CUDA device. A case whose result is wrong is not timed. A peer that fails costs nobody else
+anything; one whose result is not ours is timed, and its line says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import traceback
@@ -24,10 +26,11 @@ from k3vl.kernels.bench.attention_cases import (
     small_vision_cases,
     vision_cases,
 )
-from k3vl.kernels.bench.case import Case, ratio_of_norms
+from k3vl.kernels.bench.case import Case, Peer, ratio_of_norms
 from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
 from k3vl.kernels.bench.moe_cases import layer_cases, moe_cases, plan_cases, route_cases
 from k3vl.kernels.bench.timing import Ceilings, measure_ceilings, time_call
+from k3vl.kernels.bench.tower_cases import tower_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,11 +44,15 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "mla_prefill": mla_prefill_cases,
     "vision_attention": vision_cases,
     "vision_small": small_vision_cases,
+    "vision_tower": tower_cases,
     "route": route_cases,
     "plan_experts": plan_cases,
     "moe_experts": moe_cases,
     "latent_moe": layer_cases,
 }
+
+AGREE = 5e-2
+"""Ratio of norms between a peer's result and ours: both round bfloat16, in places of their own."""
 
 
 def main() -> None:
@@ -92,7 +99,7 @@ def run(
     if error is not None and not error < case.limit:
         raise AssertionError(f"wrong by {error:.2e}, allowed {case.limit:.0e}")
     say(f"{case.op} {case.shape}: " + ("not compared" if error is None else f"error {error:.1e}"))
-    everybody: dict[str, Callable[[], object]] = {"k3vl": case.timed or case.ours}
+    everybody: dict[str, Callable[[], object] | Peer] = {"k3vl": case.timed or case.ours}
     if variants:
         everybody.update({f"k3vl, {name}": work for name, work in case.variants.items()})
     if peers:
@@ -100,13 +107,39 @@ def run(
     lines = []
     for name, work in everybody.items():
         try:
-            line = _measure(case, name, work, ceilings)
+            line = _turn(case, name, work, got, ceilings)
         except Exception:  # noqa: BLE001 - a peer or a variant that does not run here
             say(f"  {name}: {traceback.format_exc(limit=-3)}")
             continue
         if line:
             lines.append({**line, "error": error if name == "k3vl" else None})
     return lines
+
+
+@torch.no_grad()
+def _turn(
+    case: Case,
+    name: str,
+    work: Callable[[], object] | Peer,
+    got: torch.Tensor,
+    ceilings: Ceilings | None,
+) -> dict[str, Any]:
+    """Time one of a case's implementations; of a prepared peer also compare the result with ours.
+
+    Of its line, ``apart`` is the ratio of norms and ``agrees`` whether that is small; both None
+    where nothing was compared.
+    """
+    if not isinstance(work, Peer):
+        return _measure(case, name, work, ceilings)
+    prepared = work.prepare()
+    apart = ratio_of_norms(prepared.result(), got) if prepared.result else None
+    agrees = None if apart is None else apart < AGREE  # NaN is not
+    if agrees is False:
+        say(f"  WARNING: what follows is {apart:.1e} from ours, no comparison: {name}")
+    line = _measure(case, name, prepared.timed, ceilings)
+    if apart is not None and not math.isfinite(apart):
+        apart = None  # JSON has no NaN
+    return {**line, "apart": apart, "agrees": agrees} if line else {}
 
 
 def _measure(

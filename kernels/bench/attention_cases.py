@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, normal
 from k3vl.kernels.flash import FlashShape
 from k3vl.kernels.mla.gpu import (
@@ -36,7 +37,9 @@ from k3vl.kernels.vision_pos import rotate as rotate_reference
 from k3vl.kernels.vision_pos.gpu import rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from k3vl.kernels.bench.case import Peer
 
 _SCALE = 192**-0.5
 
@@ -45,7 +48,7 @@ def attn_residual_cases() -> Iterator[Case]:
     """Nine rows of 7168, the most that K3 mixes."""
     depth, width = 9, 7168
     mixed = torch.compile(attn_residual_reference, dynamic=False)
-    for tokens in (1, 32, 2048, 8192):
+    for tokens in (1, 8, 32, 2048, 8192):
         rows = normal(depth, tokens, width)
         query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
         run = partial(attn_residual, rows, query, norm, 1e-5)
@@ -61,6 +64,7 @@ def attn_residual_cases() -> Iterator[Case]:
             peers={
                 "torch.compile of the reference": partial(mixed, rows, query, norm, 1e-5),
                 "PyTorch reference": partial(attn_residual_reference, rows, query, norm, 1e-5),
+                **sglang_attention.residual_peers(rows, query, norm, 1e-5),
             },
         )
 
@@ -76,16 +80,19 @@ def mla_decode_cases() -> Iterator[Case]:
         lengths = torch.full((batch,), length, device="cuda")
         q = normal(batch, heads, 576)
         run = partial(mla_decode, q, latents, table, lengths, 512, _SCALE, 64)
-        context = latents[rows].unsqueeze(1)  # peers cannot read pages
-        # To PyTorch the heads of one sequence are queries of one head.
-        dense = partial(
-            scaled_dot_product_attention,
-            q.unsqueeze(1),
-            context,
-            context[..., :512],
-            scale=_SCALE,
-        )
         small = batch * length <= 2**18
+        peers: dict[str, Callable[[], object] | Peer] = {}
+        if small:
+            context = latents[rows].unsqueeze(1)  # PyTorch cannot read pages
+            # To it the heads of one sequence are queries of one head.
+            peers["PyTorch scaled_dot_product_attention, latents gathered before"] = partial(
+                scaled_dot_product_attention,
+                q.unsqueeze(1),
+                context,
+                context[..., :512],
+                scale=_SCALE,
+            )
+        peers |= sglang_attention.decode_peers(q, latents, pages.squeeze(-1), length, 512, _SCALE)
         yield Case(
             op="mla_decode",
             shape=f"B{batch} L{length} H{heads}",
@@ -108,9 +115,7 @@ def mla_decode_cases() -> Iterator[Case]:
                 )
                 for splits in [max(1, 132 // (batch * per))]
             },
-            peers={"PyTorch scaled_dot_product_attention, latents gathered before": dense}
-            if small
-            else {},
+            peers=peers,
         )
 
 
@@ -167,19 +172,24 @@ def mla_prefill_cases() -> Iterator[Case]:
     """Expanded form, 192 and 128 wide, causal; with and without a cached prefix."""
     heads = 96
     for queries, keys in ((2048, 2048), (8192, 8192), (8192, 32768), (32768, 32768)):
-        q, v = normal(queries, heads, 192), normal(keys, heads, 128)
-        k, shared = normal(keys, heads, 128), normal(keys, 64)
+        q, shared = normal(queries, heads, 192), normal(keys, 64)
+        latents, kv_b = normal(keys, 512), normal(heads, 256, 512) / 512**0.5
+        k, v = (
+            torch.mm(latents, part.flatten(0, 1).T).unflatten(1, (heads, 128))
+            for part in kv_b.split(128, 1)
+        )
         run = partial(
             mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
         )
         pairs = queries * keys - queries * (queries - 1) / 2
-        peers = {}
+        peers: dict[str, Callable[[], object] | Peer] = {}
         if queries == keys:  # PyTorch's causal mask starts at the upper left
             joined = torch.cat([k, shared.unsqueeze(1).expand(-1, heads, -1)], -1)
             query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, joined, v))
             peers["PyTorch scaled_dot_product_attention, keys joined before"] = partial(
                 scaled_dot_product_attention, query, key, value, is_causal=True, scale=_SCALE
             )
+        peers |= sglang_attention.prefill_peers(q, k, v, shared, latents, kv_b, _SCALE)
 
         def want(
             q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v,

@@ -11,6 +11,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a peer is measured at, its inputs at hand.
+
+    Attributes:
+        timed: the work; it may go on from the states that its last call left.
+        result: the same from the case's own states, in the form of what ``Case.ours`` returns, to
+            be compared with it; None where what the peer leaves out forbids that.
+    """
+
+    timed: Callable[[], object]
+    result: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another implementation, prepared when its turn comes and forgotten after it.
+
+    Attributes:
+        prepare: imports it, lays out its inputs; may fail, which costs nobody else anything.
+    """
+
+    prepare: Callable[[], Work]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Work of one shape.
@@ -35,7 +60,7 @@ class Case:
     bytes: float
     flops: float
     variants: Mapping[str, Callable[[], object]] = field(default_factory=dict)
-    peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    peers: Mapping[str, Callable[[], object] | Peer] = field(default_factory=dict)
 
 
 def ratio_of_norms(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention at K3's width, beside flash-linear-attention where it is installed."""
+"""Kimi Delta Attention at K3's width, beside SGLang and flash-linear-attention where installed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.bench import sglang_kda
+from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _DECODE_VARIANTS = (
     (32, 4, None),
@@ -104,40 +105,45 @@ def decode_cases() -> Iterator[Case]:
                 )
                 for tile, warps, registers in _DECODE_VARIANTS
             },
-            peers=_decode_peers(batch, heads, args, weights),
+            peers={
+                **_decode_peers(batch, heads, args, weights),
+                **sglang_kda.decode_peers(args, weights, *fresh, cells),
+            },
         )
 
 
-def _decode_peers(
-    batch: int, heads: int, args: Inputs, weights: KDAWeights
-) -> dict[str, Callable[[], object]]:
+def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
     if find_spec("fla") is None:
         return {}
+    name = "fla 0.6.0 fused_recurrent_kda (no convolution, no output norm)"
+    return {name: Peer(partial(_fla_decode, batch, heads, args, weights))}
+
+
+def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Work:
     from fla.ops.kda import fused_recurrent_kda
 
     q, k, v = (x.reshape(batch, 1, heads, _K).contiguous() for x in args[0].chunk(3, -1))
     decay = args[2].reshape(batch, 1, heads, _K).contiguous()
     beta = args[3].reshape(batch, 1, heads).contiguous()
     state = normal(batch, heads, _K, _K, dtype=torch.float32)
-    return {
-        "fla 0.6.0 fused_recurrent_kda (no convolution, no output norm)": lambda: (
-            fused_recurrent_kda(
-                q=q,
-                k=k,
-                v=v,
-                g=decay,
-                beta=beta,
-                A_log=weights.a_log,
-                dt_bias=weights.dt_bias,
-                initial_state=state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                lower_bound=-5.0,
-            )
+    return Work(
+        partial(
+            fused_recurrent_kda,
+            q=q,
+            k=k,
+            v=v,
+            g=decay,
+            beta=beta,
+            A_log=weights.a_log,
+            dt_bias=weights.dt_bias,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=-5.0,
         )
-    }
+    )
 
 
 def prefill_cases() -> Iterator[Case]:
@@ -192,15 +198,28 @@ def prefill_cases() -> Iterator[Case]:
             bytes=rows * heads * _K * 2 * 6 + sequences * heads * 2 * _STATE,
             flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
             variants={str(shape): partial(run, shape=shape) for shape in _PREFILL_VARIANTS},
-            peers=_prefill_peers(args, weights, cu_seqlens, heads),
+            peers={
+                **_prefill_peers(args, weights, cu_seqlens, heads),
+                **sglang_kda.prefill_peers(args, weights, lengths, heads),
+            },
         )
 
 
 def _prefill_peers(
     args: Inputs, weights: KDAWeights, cu_seqlens: torch.Tensor, heads: int
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Peer]:
     if find_spec("fla") is None:
         return {}
+    make = partial(_fla_prefill, args, weights, cu_seqlens, heads)
+    return {
+        "fla 0.6.0 chunk_kda (no convolution, no output norm)": Peer(partial(make, whole=False)),
+        "fla 0.6.0 causal_conv1d + chunk_kda + rms_norm_gated": Peer(partial(make, whole=True)),
+    }
+
+
+def _fla_prefill(
+    args: Inputs, weights: KDAWeights, cu_seqlens: torch.Tensor, heads: int, *, whole: bool
+) -> Work:
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.kda import chunk_kda
@@ -214,7 +233,6 @@ def _prefill_peers(
     q, k, v = (x.reshape(1, rows, heads, _K).contiguous() for x in qkv.chunk(3, -1))
     host = cu_seqlens.cpu()
 
-    @torch.inference_mode()
     def core(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
         return chunk_kda(
             q=q,
@@ -235,16 +253,13 @@ def _prefill_peers(
             cu_seqlens_cpu=host,
         )[0]
 
-    @torch.inference_mode()
-    def whole() -> torch.Tensor:
+    def layer() -> torch.Tensor:
         y, _ = causal_conv1d(
             qkv, weights.conv.bfloat16(), activation="silu", cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=host,
         )  # fmt: skip
         out = core(*(x.reshape(1, rows, heads, _K) for x in y.chunk(3, -1)))
-        return rms_norm_gated(out, gate, weights.o_norm, None, activation="sigmoid", eps=1e-5)
+        out = rms_norm_gated(out, gate, weights.o_norm, None, activation="sigmoid", eps=1e-5)
+        return out.reshape(rows, heads * _K)
 
-    return {
-        "fla 0.6.0 chunk_kda (no convolution, no output norm)": core,
-        "fla 0.6.0 causal_conv1d + chunk_kda + rms_norm_gated": whole,
-    }
+    return Work(layer, layer) if whole else Work(core)

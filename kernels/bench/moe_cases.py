@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.bench import sglang_moe
+from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu, plan_gpu, route_gpu
@@ -50,6 +51,7 @@ def moe_cases() -> Iterator[Case]:
     """Plan, both products, weighted sum and norm; routing uniform at random."""
     stored = _random_experts()
     norm = normal(_L).abs() + 0.5
+    marlin = sglang_moe.repacked_once(stored)
     for tokens in (1, 8, 32, 128, 512, 2048, 8192, 16384):
         x = normal(tokens, _L)
         weights, chosen = route(
@@ -70,7 +72,10 @@ def moe_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
-            peers=_peers(tokens, chosen),
+            peers={
+                **_peers(tokens, chosen),
+                **sglang_moe.experts_peers(x, weights, chosen, marlin, _SITU, norm, 1e-5),
+            },
         )
 
 
@@ -93,10 +98,15 @@ def _want(
     return moe_experts(x.float(), weights, places, few, _SITU, norm.float(), 1e-5)
 
 
-def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Callable[[], object]]:
+def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Peer]:
     """PyTorch's grouped product has no 4-bit form: weights in bfloat16, 3.8 times the bytes."""
     if tokens != 8192:
         return {}
+    name = "PyTorch grouped_mm over bfloat16 (sorted before; no weighted sum, no norm)"
+    return {name: Peer(partial(_grouped, tokens, chosen))}
+
+
+def _grouped(tokens: int, chosen: torch.Tensor) -> Work:
     w13 = normal(_E, 2 * _I, _L)
     w2 = normal(_E, _L, _I)
     x = normal(tokens * _K, _L)
@@ -106,7 +116,7 @@ def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Callable[[], object]]
         hidden = _SITU(torch._grouped_mm(x, w13.mT, ends))
         return torch._grouped_mm(hidden, w2.mT, ends)
 
-    return {"PyTorch grouped_mm over bfloat16 (sorted before; no weighted sum, no norm)": products}
+    return Work(products)
 
 
 def layer_cases() -> Iterator[Case]:
@@ -196,7 +206,7 @@ def route_cases() -> Iterator[Case]:
             limit=1e-5,
             bytes=tokens * (_E * 4 + _K * 12),
             flops=tokens * _E * 20,
-            peers={"PyTorch": plain},
+            peers={"PyTorch": plain, **sglang_moe.route_peers(logits, bias, _K, _sorted)},
         )
 
 
