@@ -56,6 +56,7 @@ CPU = torch.device("cpu")
 TEXT = list(range(100, 140))
 NEW = 12
 SIDE, IMAGE_TOKENS = 224, 64
+PEER_IMAGE_ID = 10
 
 
 def now() -> np.ndarray:
@@ -141,63 +142,68 @@ class Ours:
         assert made == new * len(prompts)
 
 
+def kimi_k25_like_the_demo() -> Any:
+    """Kimi K2.5 of ``transformers``, as large as the demo model, with random float32 weights."""
+    from transformers import DeepseekV3Config
+    from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
+    from transformers.models.kimi_k25.configuration_kimi_k25 import (
+        Kimi_K25Config,
+        Kimi_K25VisionConfig,
+    )
+
+    torch.manual_seed(0)
+    config = load_config(checkpoint_path("demo"))
+    t, v = config.text, config.vision
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    text = DeepseekV3Config(
+        vocab_size=t.vocab_size,
+        hidden_size=t.hidden_size,
+        intermediate_size=t.intermediate_size,
+        moe_intermediate_size=t.moe_intermediate_size,
+        num_hidden_layers=t.num_hidden_layers,
+        num_attention_heads=t.num_attention_heads,
+        num_key_value_heads=t.num_attention_heads,
+        n_shared_experts=t.num_shared_experts,
+        n_routed_experts=t.num_experts,
+        num_experts_per_tok=t.num_experts_per_token,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=t.kv_lora_rank,
+        q_lora_rank=t.q_lora_rank,
+        qk_rope_head_dim=t.qk_rope_head_dim,
+        qk_nope_head_dim=t.qk_nope_head_dim,
+        v_head_dim=t.v_head_dim,
+        max_position_embeddings=t.max_position_embeddings,
+        **ids,
+    )
+    vision = Kimi_K25VisionConfig(
+        patch_size=v.patch_size,
+        pos_emb_height=v.init_pos_emb_height,
+        pos_emb_width=v.init_pos_emb_width,
+        num_attention_heads=v.vt_num_attention_heads,
+        num_hidden_layers=v.vt_num_hidden_layers,
+        hidden_size=v.vt_hidden_size,
+        intermediate_size=v.vt_intermediate_size,
+    )
+    whole = Kimi_K25Config(
+        text_config=text,
+        vision_config=vision,
+        projection_hidden_size=t.hidden_size,
+        image_token_id=PEER_IMAGE_ID,
+        video_token_id=11,
+        vision_start_token_id=12,
+        vision_end_token_id=13,
+        tie_word_embeddings=False,
+    )
+    return modeling.Kimi_K25ForConditionalGeneration(whole).eval()
+
+
 class Peer:
     """Kimi K2.5 of the same dimensions with random weights, by ``generate()``."""
 
     def __init__(self, pictures: list[Path]) -> None:
-        from transformers import DeepseekV3Config
-        from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
-        from transformers.models.kimi_k25.configuration_kimi_k25 import (
-            Kimi_K25Config,
-            Kimi_K25VisionConfig,
-        )
-
-        torch.manual_seed(0)
-        config = load_config(checkpoint_path("demo"))
-        t, v = config.text, config.vision
-        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        text = DeepseekV3Config(
-            vocab_size=t.vocab_size,
-            hidden_size=t.hidden_size,
-            intermediate_size=t.intermediate_size,
-            moe_intermediate_size=t.moe_intermediate_size,
-            num_hidden_layers=t.num_hidden_layers,
-            num_attention_heads=t.num_attention_heads,
-            num_key_value_heads=t.num_attention_heads,
-            n_shared_experts=t.num_shared_experts,
-            n_routed_experts=t.num_experts,
-            num_experts_per_tok=t.num_experts_per_token,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            kv_lora_rank=t.kv_lora_rank,
-            q_lora_rank=t.q_lora_rank,
-            qk_rope_head_dim=t.qk_rope_head_dim,
-            qk_nope_head_dim=t.qk_nope_head_dim,
-            v_head_dim=t.v_head_dim,
-            max_position_embeddings=t.max_position_embeddings,
-            **ids,
-        )
-        vision = Kimi_K25VisionConfig(
-            patch_size=v.patch_size,
-            pos_emb_height=v.init_pos_emb_height,
-            pos_emb_width=v.init_pos_emb_width,
-            num_attention_heads=v.vt_num_attention_heads,
-            num_hidden_layers=v.vt_num_hidden_layers,
-            hidden_size=v.vt_hidden_size,
-            intermediate_size=v.vt_intermediate_size,
-        )
-        whole = Kimi_K25Config(
-            text_config=text,
-            vision_config=vision,
-            projection_hidden_size=t.hidden_size,
-            image_token_id=10,
-            video_token_id=11,
-            vision_start_token_id=12,
-            vision_end_token_id=13,
-            tie_word_embeddings=False,
-        )
-        self.model = modeling.Kimi_K25ForConditionalGeneration(whole).eval()
+        self.model = kimi_k25_like_the_demo()
         self.count = len(pictures)
 
     def close(self) -> None:
@@ -215,7 +221,7 @@ class Peer:
     def captions(self) -> np.ndarray:
         """Seconds a caption, one at a time."""
         side = SIDE // 14
-        image = torch.full((IMAGE_TOKENS,), 10)
+        image = torch.full((IMAGE_TOKENS,), PEER_IMAGE_ID)
         ids = torch.cat([torch.tensor(TEXT[:20]), image, torch.tensor(TEXT[20:])])
         begin = now()
         for _ in range(self.count):

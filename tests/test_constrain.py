@@ -13,7 +13,7 @@ from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import RequestError
 from k3vl.generation import Generation
 from k3vl.lm.backend import Token
-from k3vl.lm.sampler import Sampler
+from k3vl.lm.sampler import Sampler, choose
 from k3vl.types import (
     ChatOptions,
     Message,
@@ -75,7 +75,8 @@ def babble(compiler, tokenizer, asked: Request, seed: int, *, eager: float = 6.0
     generation = Generation(tokenizer, asked, Usage())
     events = []
     for _ in range(400):
-        token_id = sampler.choose(torch.randn(tokenizer.vocab_size, generator=generator) + bias)
+        logits = torch.randn(1, tokenizer.vocab_size, generator=generator) + bias
+        (token_id,) = choose(logits, [sampler])
         ended = token_id in tokenizer.stop_ids
         events += generation.feed(Token(id=token_id, finish="stop" if ended else None))
         if generation.done:
@@ -221,8 +222,8 @@ def test_calls_of_its_own_follow_the_schema(compiler, tokenizer, seed: int) -> N
     for _ in range(400):
         if mask.allowed() is None:
             break
-        logits = torch.randn(tokenizer.vocab_size, generator=generator) + bias
-        written.append(sampler.choose(logits))
+        logits = torch.randn(1, tokenizer.vocab_size, generator=generator) + bias
+        written += choose(logits, [sampler])
     assert mask.allowed() is None, "free again behind the channel"
     generation = Generation(tokenizer, asked, Usage())
     events = [event for token_id in written for event in generation.feed(Token(id=token_id))]

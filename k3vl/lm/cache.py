@@ -15,18 +15,23 @@ a slot), and nothing ever has to be contiguous or to move.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from k3vl.errors import ConfigError
 from k3vl.lm.packing import packed_bytes
+from k3vl.lm.ship import ship
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from k3vl.config import TextConfig
     from k3vl.lm.packing import States
+
+FeatureRows: TypeAlias = "tuple[Sequence[int], int, int]"
+"""Units of an encoder output, and which of its rows: from the first to before the last."""
 
 TILE = 16
 """Pages hold whole KDA tiles, so that a page border is a place where a state can be taken."""
@@ -176,7 +181,7 @@ class HybridCache:
 
     def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
         """Cells of every slot (its units), as [KDA layers, B, H] int64."""
-        return self.cells_of(torch.tensor(slots, dtype=torch.int64, device=self.buffer.device))
+        return self.cells_of(ship(slots, device=self.buffer.device)[0])
 
     def cells_of(self, units: torch.Tensor) -> torch.Tensor:
         """As :meth:`cells`, of units [B, U] int64 on the device; those below 0 have none, < 0."""
@@ -187,42 +192,49 @@ class HybridCache:
         return cells.view(-1, layers, heads).transpose(0, 1).contiguous()
 
     def clear(self, units: Sequence[int]) -> None:
-        """Make a slot the state of an empty sequence."""
-        self.units[torch.tensor(units, device=self.buffer.device)] = 0
+        """Make slots the states of empty sequences."""
+        self.units.index_fill_(0, self._ship(units), 0)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy one slot's units to another's."""
-        where = self.buffer.device
-        content = self.units.index_select(0, torch.tensor(source, device=where))
-        self.units.index_copy_(0, torch.tensor(target, device=where), content)
+        here, there = ship(source, target, device=self.buffer.device)
+        self.units.index_copy_(0, there, self.units.index_select(0, here))
 
     def write_units(self, units: Sequence[int], content: torch.Tensor) -> None:
         """Store [N] uint8 in units, in their order; what is left of the last is zero."""
         padded = content.new_zeros(len(units) * self.sizes.unit_bytes)
         padded[: len(content)] = content
-        where = torch.tensor(units, device=self.buffer.device)
-        self.units.index_copy_(0, where, padded.view(torch.int32).view(len(units), -1))
+        self.units.index_copy_(0, self._ship(units), padded.view(torch.int32).view(len(units), -1))
 
     def read_units(self, units: Sequence[int]) -> torch.Tensor:
         """All bytes of units, in their order, [N] uint8."""
-        where = torch.tensor(units, device=self.buffer.device)
-        return self.units.index_select(0, where).view(torch.uint8).flatten()
+        return self.units.index_select(0, self._ship(units)).view(torch.uint8).flatten()
 
-    def write_features(self, units: Sequence[int], features: torch.Tensor) -> None:
-        """Store [M, D] encoder output in units."""
-        where = self._feature_index(units, 0, features.shape[0])
-        self.features[where] = features.to(self.features)
+    def write_features(self, made: Sequence[tuple[Sequence[int], torch.Tensor]]) -> None:
+        """Store encoder outputs, each [M, D], in units of their own."""
+        if made:
+            where = self._feature_index([(units, 0, len(rows)) for units, rows in made])
+            self.features[where] = torch.cat([rows for _, rows in made]).to(self.features)
 
-    def read_features(self, units: Sequence[int], first: int, last: int) -> torch.Tensor:
-        """Rows ``first .. last`` of stored encoder output, [last - first, D]."""
-        return self.features[self._feature_index(units, first, last)]
+    def read_features(self, wanted: Sequence[FeatureRows]) -> tuple[torch.Tensor, ...]:
+        """Rows of stored encoder outputs, [last - first, D] each."""
+        if not wanted:
+            return ()
+        rows = self.features[self._feature_index(wanted)]
+        return rows.split([last - first for _, first, last in wanted])
 
-    def _feature_index(
-        self, units: Sequence[int], first: int, last: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.arange(first, last, device=self.buffer.device)
-        held = torch.tensor(units, device=self.buffer.device)
-        return held[rows // self.sizes.feature_rows], rows % self.sizes.feature_rows
+    def _feature_index(self, wanted: Sequence[FeatureRows]) -> tuple[torch.Tensor, ...]:
+        """Unit and place in it of every row, one output behind the other."""
+        size, held, places = self.sizes.feature_rows, [], []
+        for units, first, last in wanted:
+            unit, place = np.divmod(np.arange(first, last), size)
+            held.append(np.asarray(units)[unit])
+            places.append(place)
+        both = ship(np.concatenate(held), np.concatenate(places), device=self.buffer.device)
+        return tuple(both)
+
+    def _ship(self, units: Sequence[int]) -> torch.Tensor:
+        return ship(units, device=self.buffer.device)[0]
 
 
 def _latent_width(config: TextConfig) -> int:

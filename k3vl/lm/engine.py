@@ -18,22 +18,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
-from k3vl.lm.backend import Token
 from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.features import media_items
-from k3vl.lm.job import Job, Targets, items_to_encode, row_of
+from k3vl.lm.job import Job, Targets, items_to_encode, rows_of
 from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.passes import next_pass
 from k3vl.lm.prefix import page_key, page_keys
-from k3vl.lm.sampler import Forced, Sampler, check_sampling, token_logprob
+from k3vl.lm.sampler import Forced, Sampler, check_sampling, choose
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
 from k3vl.lm.stats import EngineStats, StageTimes
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
 
-    from k3vl.lm.backend import Encoder
+    from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.batch import Row
     from k3vl.lm.encoding import Encoding
     from k3vl.lm.model import K3Model
@@ -317,8 +316,7 @@ class Engine:
         self._take_features(wait=False)
         step = self.scheduler.plan()
         with self.times.stage("restore"):
-            for sequence in step.admitted:
-                self._fill_slot(sequence)
+            self._fill_slots(step.admitted)
         if step.encode:
             items = items_to_encode(self.jobs.values())
             self.encoding.start([(feature, items[feature]) for feature in step.encode])
@@ -345,37 +343,42 @@ class Engine:
         self.fail_all(Cancelled("the engine was closed"))
         self.encoding.close()
 
-    def _fill_slot(self, sequence: Sequence) -> None:
-        """Give a sequence that enters its state: of a checkpoint, or of an empty sequence."""
-        assert sequence.slot is not None
-        job = self.jobs[sequence.id]
-        if not sequence.num_generated:
-            self.times.queue += time.perf_counter() - job.arrived
-        if sequence.restore is not None:
-            self.checkpoints.load(sequence.restore.units, sequence.slot)
-        else:
-            assert sequence.num_cached == 0
-            self.cache.clear(sequence.slot)
-        self.scheduler.restored(sequence)
+    def _fill_slots(self, sequences: Ordered[Sequence]) -> None:
+        """Give sequences that enter their states: of checkpoints, or of empty sequences."""
+        empty: list[int] = []
+        for sequence in sequences:
+            assert sequence.slot is not None
+            if not sequence.num_generated:
+                self.times.queue += time.perf_counter() - self.jobs[sequence.id].arrived
+            if sequence.restore is not None:
+                self.checkpoints.load(sequence.restore.units, sequence.slot)
+            else:
+                assert sequence.num_cached == 0
+                empty += sequence.slot
+            self.scheduler.restored(sequence)
+        if empty:
+            self.cache.clear(empty)
 
     def _take_features(self, *, wait: bool) -> None:
         """Keep what has been encoded; requests whose media could not be end."""
+        ready: list[tuple[Ordered[int], torch.Tensor]] = []
         for feature, made in self.encoding.take(wait=wait):
             if not feature.entry.kept:
                 continue  # all who wanted it have left
             if not isinstance(made, BackendError):
-                self.cache.write_features(feature.entry.units, made)
+                ready.append((feature.entry.units, made))
                 feature.ready = True
                 continue
             users = [j for j in self.jobs.values() if feature in j.sequence.pinned.values()]
             for job in users:
                 self._fail(job, made)
+        self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds
 
     def _decode(self, jobs: list[Job]) -> None:
         """One token of every request, in one pass."""
         last = [job for job in jobs if job.sequence.num_pending == 1]
-        rows = [row_of(job, self.cache, 1) for job in jobs]
+        rows = rows_of([(job, 1) for job in jobs], self.cache)
         chosen = self.decoder.run(rows, [job.sampler for job in last])
         for job in jobs:
             self._name_page(job)
@@ -400,23 +403,23 @@ class Engine:
 
     def _prefill_pass(self, parts: list[tuple[Job, int]]) -> None:
         """The next tokens of several requests in one pass; a job with targets comes alone."""
-        rows = []
-        for job, count in parts:
-            # A prompt's last page is nobody else's: whole tiles do.
-            tiles = 0 if self.model.kernels.row_independent else -(-count // TILE)
-            rows.append(row_of(job, self.cache, count, pad_to=tiles * TILE))
+        # A prompt's last page is nobody else's: whole tiles do.
+        tile = 1 if self.model.kernels.row_independent else TILE
+        rows = rows_of(parts, self.cache, tile=tile)
         first = parts[0][0]
         begin, targets = first.sequence.num_cached, first.targets
         scored = targets is not None and begin + parts[0][1] > targets.first
+        last = [job for (job, _), row in zip(parts, rows, strict=True) if row.wants_logits]
         logits = self._forward(rows, every_row=scored)
-        values = iter(logits)
         for job, count in parts:
-            last = job.sequence.num_pending == count
             self._advance(job.sequence, count)
-            if scored:
-                self._emit_scores(job, begin, logits[:count])
-            elif last:
-                self._emit(job, job.sampler.choose(next(values)))
+        if scored:
+            for token in first.scored(begin, logits[: parts[0][1]]):
+                self._deliver(first, token)
+        elif last:
+            chosen = choose(logits, [job.sampler for job in last])
+            for job, token_id in zip(last, chosen, strict=True):
+                self._emit(job, token_id)
 
     def _advance(self, sequence: Sequence, count: int) -> None:
         """Note a pass page by page, and take the checkpoint that it ended for."""
@@ -438,50 +441,17 @@ class Engine:
         return self.model(batch, self.cache)
 
     def _emit(self, job: Job, token_id: int) -> None:
-        """Deliver a sampled token and end the request where it says so."""
-        sequence = job.sequence
-        sequence.num_generated += 1
-        if sequence.num_generated == 1:
+        """Deliver a chosen token."""
+        if not job.sequence.num_generated:
             self.times.first_token += time.perf_counter() - job.arrived
             self.times.first_tokens += 1
-        job.token_ids.append(token_id)
-        finish: Literal["stop", "length"] | None = None
-        if token_id in job.stop_ids:
-            finish = "stop"
-        elif sequence.num_generated == sequence.max_new:
-            finish = "length"
-        if finish is not None:
-            self._end(job)
-        job.sink(
-            Token(
-                id=token_id,
-                finish=finish,
-                cached_tokens=sequence.num_hit or 0,
-                logprobs=job.sampler.logprobs,
-            )
-        )
+        self._deliver(job, job.take(token_id))
 
-    def _emit_scores(self, job: Job, begin: int, logits: torch.Tensor) -> None:
-        """Report the targets that follow tokens ``begin ..`` of the sequence."""
-        targets = job.targets
-        assert targets is not None
-        count = len(targets.token_ids)
-        for row, values in enumerate(logits, start=begin - targets.first):
-            if row < targets.delivered:
-                continue
-            token_id = targets.token_ids[row]
-            targets.delivered += 1
-            finish: Literal["length"] | None = "length" if targets.delivered == count else None
-            if finish is not None:
-                self._end(job)
-            job.sink(
-                Token(
-                    id=token_id,
-                    finish=finish,
-                    cached_tokens=job.sequence.num_hit or 0,
-                    logprobs=token_logprob(values, token_id, 0),
-                )
-            )
+    def _deliver(self, job: Job, token: Token) -> None:
+        """Hand a token out, behind the end of the request where it says so."""
+        if token.finish is not None:
+            self._end(job)
+        job.sink(token)
 
     def _fail(self, job: Job, error: K3VLError) -> None:
         self._end(job)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from k3vl.lm.backend import Token
 from k3vl.lm.batch import Row
+from k3vl.lm.sampler import token_logprob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Sequence as Ordered
+
+    import torch
 
     from k3vl.errors import K3VLError
-    from k3vl.lm.backend import Token
-    from k3vl.lm.cache import HybridCache
+    from k3vl.lm.cache import FeatureRows, HybridCache
     from k3vl.lm.features import Feature
     from k3vl.lm.sampler import Forced, Sampler
     from k3vl.lm.sequence import Sequence
@@ -48,28 +52,83 @@ class Job:
     salt: str | None = None
     targets: Targets | None = None
 
+    def take(self, token_id: int) -> Token:
+        """Note a chosen token; what is to be delivered, with ``finish`` where it is the last."""
+        sequence = self.sequence
+        sequence.num_generated += 1
+        self.token_ids.append(token_id)
+        stops = token_id in self.stop_ids
+        is_last = sequence.num_generated == sequence.max_new
+        return Token(
+            id=token_id,
+            finish="stop" if stops else "length" if is_last else None,
+            cached_tokens=sequence.num_hit or 0,
+            logprobs=self.sampler.logprobs,
+        )
 
-def row_of(job: Job, cache: HybridCache, count: int, *, pad_to: int = 0) -> Row:
-    """The next ``count`` tokens of a request as part of a pass; its slot is filled."""
-    sequence = job.sequence
-    assert sequence.slot is not None
+    def scored(self, begin: int, logits: Iterable[torch.Tensor]) -> Iterator[Token]:
+        """Targets that follow tokens ``begin ..`` of the sequence, which have these logits."""
+        targets = self.targets
+        assert targets is not None
+        for row, values in enumerate(logits, start=begin - targets.first):
+            if row < targets.delivered:
+                continue
+            token_id = targets.token_ids[row]
+            targets.delivered += 1
+            yield Token(
+                id=token_id,
+                finish="length" if targets.delivered == len(targets.token_ids) else None,
+                cached_tokens=self.sequence.num_hit or 0,
+                logprobs=token_logprob(values, token_id, 0),
+            )
+
+
+def rows_of(parts: Ordered[tuple[Job, int]], cache: HybridCache, *, tile: int = 1) -> list[Row]:
+    """The next tokens of requests as the rows of a pass; their slots are filled.
+
+    Args:
+        parts: requests, and how many tokens of each.
+        cache: holds their media's features.
+        tile: rows are padded to a multiple of this.
+    """
+    wanted = [_features_in(job.sequence, count) for job, count in parts]
+    held = iter(cache.read_features([place for own in wanted for _, place in own]))
+    return [
+        _row_of(job.sequence, job.token_ids, count, [(at, next(held)) for at, _ in own], tile)
+        for (job, count), own in zip(parts, wanted, strict=True)
+    ]
+
+
+def _features_in(sequence: Sequence, count: int) -> list[tuple[int, FeatureRows]]:
+    """Features among the next tokens: where in them they begin, and which."""
     begin, end = sequence.num_cached, sequence.num_cached + count
-    pieces = []
+    found = []
     for index in sequence.overlapping(begin, end):
-        item = sequence.media[index]
-        first, last = max(begin, item.offset), min(end, item.end)
-        feature = sequence.pinned[index]
+        item, feature = sequence.media[index], sequence.pinned[index]
         assert feature.ready
-        rows = cache.read_features(feature.entry.units, first - item.offset, last - item.offset)
-        pieces.append((first - begin, rows))
+        first, last = max(begin, item.offset), min(end, item.end)
+        rows = feature.entry.units, first - item.offset, last - item.offset
+        found.append((first - begin, rows))
+    return found
+
+
+def _row_of(
+    sequence: Sequence,
+    token_ids: Ordered[int],
+    count: int,
+    features: Ordered[tuple[int, torch.Tensor]],
+    tile: int,
+) -> Row:
+    assert sequence.slot is not None
+    begin = sequence.num_cached
     return Row(
-        token_ids=job.token_ids[begin:end],
+        token_ids=token_ids[begin : begin + count],
         context_len=begin,
         slot=sequence.slot,
         pages=sequence.pages,
-        features=pieces,
+        features=features,
         wants_logits=count == sequence.num_pending,
-        pad_to=pad_to,
+        pad_to=-(-count // tile) * tile,
     )
 
 

@@ -127,10 +127,6 @@ class Sampler:
             self.params.logit_mask.accept(token_id)
         self.logprobs = logprobs
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """Choose from [vocab] float32 logits; ties of the greedy choice go to the lowest id."""
-        return choose(logits.unsqueeze(0), [self])[0]
-
 
 class Forced:
     """Chooses what it is told to, and reports how likely it was."""
@@ -148,10 +144,6 @@ class Forced:
     def take(self, token_id: int, logprobs: TokenLogprob | None) -> None:
         """See :class:`Chooser`."""
         self.logprobs = logprobs
-
-    def choose(self, logits: torch.Tensor) -> int:
-        """The next choice; ``logprobs`` then says what [vocab] float32 logits make of it."""
-        return choose(logits.unsqueeze(0), [self])[0]
 
 
 # ------------------------------------------------------------------ on the logits' device
@@ -191,6 +183,8 @@ def sample(
     plan: SamplingPlan,
 ) -> torch.Tensor:
     """Choose a token from every row; nothing waits for the device.
+
+    Of equally likely tokens the greedy choice is the one with the lowest id.
 
     Args:
         logits: [B, vocab] float32.

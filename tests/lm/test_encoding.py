@@ -21,7 +21,7 @@ from k3vl.lm.features import Feature, MediaItem
 from k3vl.lm.local import LocalBackend
 from k3vl.types import EncoderItem, MediaSpan, Prompt, SamplingParams
 from tests.lm.test_engine import PROMPTS, STOP, FakeEncoder, Inbox, alone, drain, picture
-from tests.lm.test_reuse import MODELS, Answer, cold, engine, finish, watching, with_media
+from tests.lm.test_reuse import MODELS, Answer, cold, engine, finish, watch, with_media
 from tests.timing import until
 from tests.tiny import tiny_model, tokens
 
@@ -359,7 +359,7 @@ def test_late_features_change_no_bit(
 ) -> None:
     """In any budget, with prefixes, preemption, pictures that are dropped and asked for again."""
     monkeypatch.setitem(MODELS, "now", MODELS[kernels])
-    monkeypatch.setattr("k3vl.lm.decode.choose", watching)
+    watch(monkeypatch)
     unit = engine().scheduler.sizes.unit_bytes
     limits = {"cache_bytes": units * unit, "prefill_chunk": 32, "max_step_patches": 120}
     runner = engine(**limits, encoding=Late)

@@ -8,7 +8,7 @@ import torch
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.packing import Rounded, Scaled
 from tests.lm.test_engine import STOP, FakeEncoder
-from tests.lm.test_reuse import Answer, finish, watching, with_media
+from tests.lm.test_reuse import Answer, finish, watch, with_media
 from tests.tiny import COMPILED, tiny_model
 
 MODEL = tiny_model(kernels=COMPILED)
@@ -16,8 +16,7 @@ MODEL = tiny_model(kernels=COMPILED)
 
 @pytest.fixture(autouse=True)
 def _watch(monkeypatch) -> None:
-    """Decoding shows its logits to whoever watches."""
-    monkeypatch.setattr("k3vl.lm.decode.choose", watching)
+    watch(monkeypatch)
 
 
 def engine(dtype: str, **options) -> Engine:

@@ -10,6 +10,7 @@ import torch
 from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.prefix import page_keys
+from k3vl.lm.sampler import choose
 from k3vl.types import MediaSpan, Prompt, SamplingParams
 from tests.lm.test_engine import STOP, FakeEncoder, Inbox, picture
 from tests.tiny import COMPILED, REFERENCE, TINY, tiny_model, tokens
@@ -23,7 +24,7 @@ def model(request, monkeypatch):
     """Every test runs with each implementation of the ops."""
     chosen = MODELS[request.param]
     monkeypatch.setitem(MODELS, "now", chosen)
-    monkeypatch.setattr("k3vl.lm.decode.choose", watching)
+    watch(monkeypatch)
     return chosen
 
 
@@ -43,14 +44,24 @@ class Watched:
     def logprobs(self):
         return self.sampler.logprobs
 
-    def choose(self, logits: torch.Tensor) -> int:
-        self.logits.append(logits.clone())
-        return self.sampler.choose(logits)
+    def ask(self):
+        return self.sampler.ask()
+
+    def take(self, token_id, logprobs) -> None:
+        self.sampler.take(token_id, logprobs)
 
 
 def watching(logits: torch.Tensor, choosers) -> list[int]:
-    """Every row by itself, so that whoever watches sees its own."""
-    return [chooser.choose(row) for row, chooser in zip(logits, choosers, strict=True)]
+    """Choose, and show who watches its row."""
+    for row, chooser in zip(logits, choosers, strict=True):
+        chooser.logits.append(row.clone())
+    return choose(logits, choosers)
+
+
+def watch(monkeypatch) -> None:
+    """Wherever an engine chooses, it shows its logits to whoever watches."""
+    for module in ("engine", "decode"):
+        monkeypatch.setattr(f"k3vl.lm.{module}.choose", watching)
 
 
 class Answer:

@@ -27,15 +27,19 @@ from tests.device_only import META, device_only
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1]))
 
 
+def choose_one(sampler: Sampler, logits: torch.Tensor) -> int:
+    return choose(logits.unsqueeze(0), [sampler])[0]
+
+
 def draws(count: int = 4000, **params) -> Counter[int]:
     sampler = Sampler(SamplingParams(**{"temperature": 1.0, "seed": 5, **params}))
-    return Counter(sampler.choose(LOGITS) for _ in range(count))
+    return Counter(choose_one(sampler, LOGITS) for _ in range(count))
 
 
 def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
     sampler = Sampler(SamplingParams())
-    assert sampler.choose(LOGITS) == 1
-    assert sampler.choose(torch.tensor([0.0, 2.0, 2.0])) == 1
+    assert choose_one(sampler, LOGITS) == 1
+    assert choose_one(sampler, torch.tensor([0.0, 2.0, 2.0])) == 1
 
 
 def test_frequencies_follow_the_distribution() -> None:
@@ -61,7 +65,7 @@ def test_cut_offs() -> None:
 def test_a_seed_repeats_and_none_does_not() -> None:
     def run(seed: int | None) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
-        return [sampler.choose(LOGITS) for _ in range(60)]
+        return [choose_one(sampler, LOGITS) for _ in range(60)]
 
     assert run(11) == run(11)
     assert run(11) != run(12)
@@ -169,7 +173,7 @@ def test_a_mixed_step_is_every_row_by_itself(seed: int) -> None:
     for _ in range(4):
         logits = 4 * torch.randn(len(choices), vocab, generator=generator)
         got = choose(logits, together)
-        assert got == [s.choose(row) for s, row in zip(alone, logits, strict=True)]
+        assert got == [choose_one(s, row) for s, row in zip(alone, logits, strict=True)]
         assert [s.logprobs for s in together] == [s.logprobs for s in alone]
         choose(logits, by_hand)
         assert got == [step_by_hand(x, s.asked) for x, s in zip(logits, by_hand, strict=True)]

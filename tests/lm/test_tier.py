@@ -10,7 +10,7 @@ import torch
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.types import Prompt
 from tests.lm.test_engine import STOP, FakeEncoder
-from tests.lm.test_reuse import Answer, ask, finish, text, watching, with_media
+from tests.lm.test_reuse import Answer, ask, finish, text, watch, with_media
 from tests.tiny import COMPILED, REFERENCE, tiny_model, tokens
 
 MODELS = [tiny_model(kernels=kernels) for kernels in (REFERENCE, COMPILED)]
@@ -23,8 +23,7 @@ def model(request):
 
 @pytest.fixture(autouse=True)
 def _watch(monkeypatch) -> None:
-    """Decoding shows its logits to whoever watches."""
-    monkeypatch.setattr("k3vl.lm.decode.choose", watching)
+    watch(monkeypatch)
 
 
 def engine(model, *, host: int = 2**20, cache: int = 24_000, **options) -> Engine:

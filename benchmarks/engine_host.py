@@ -1,0 +1,221 @@
+"""The host's part of captioning: what is left when the model and the tower cost nothing.
+
+    python -m benchmarks.engine_host [--pictures 2000] [--in-flight 64 256] [--profile 25]
+
+Decoding goes the way of a CUDA device (fixed sizes, a recorded step), prompts run page by page as
+there, and features come in a later step than the one that asked for them; but the recorded step,
+the language model's pass and the tower return ready tensors of the right shapes. What remains is
+scheduling, filling buffers, gathering, sampling and handing out: the captions a second that no
+device can exceed with this host.
+
+- ``engine``: prompts are ready, one thread adds them and steps.
+- ``pipeline``: from picture files to texts, through ``Pipeline.replies``.
+- ``media``, ``prompt``: reading and cutting pictures, and writing prompts, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu_captions import make_pictures, provenance
+from benchmarks.gpu_subjects import PROMPT
+from k3vl.config import checkpoint_path, load_config, load_media_config
+from k3vl.lm.decode import StaticDecode
+from k3vl.lm.engine import Engine, EngineConfig
+from k3vl.lm.local import LocalBackend
+from k3vl.load import load_chat_defaults
+from k3vl.pipeline import Pipeline
+from k3vl.types import MediaPart, Message, SamplingParams, TextPart
+from k3vl.vision.processor import MediaProcessor
+from k3vl.xtml.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from k3vl.types import EncoderItem, Prompt
+
+NEW = 12
+SAMPLING = SamplingParams(max_tokens=NEW)
+
+
+class FreeModel:
+    """Says the same token always, at no cost."""
+
+    def __init__(self, config: Any, token_id: int) -> None:
+        self.config = config
+        self.kernels = SimpleNamespace(row_independent=False, recordable=True)
+        self.embedding = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16)
+        self._logits = torch.zeros(1, config.vocab_size)
+        self._logits[0, token_id] = 1.0
+
+    def __call__(self, batch: Any, cache: Any) -> torch.Tensor:
+        return self._logits.expand(len(batch.logit_rows), -1)
+
+
+class FreeEncoder:
+    """Features of nothing."""
+
+    def __init__(self, width: int) -> None:
+        self._rows = torch.zeros(4096, width, dtype=torch.bfloat16)
+
+    def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
+        return [self._rows[: item.num_tokens] for item in items]
+
+
+class EncodeLater:
+    """As on a stream of its own: what a step starts is there in a later one."""
+
+    beside = True
+
+    def __init__(self, encoder: FreeEncoder) -> None:
+        self.seconds, self._encoder, self._made = 0.0, encoder, []
+
+    def start(self, wanted: Any) -> None:
+        rows = self._encoder.encode([item for _, item in wanted])
+        self._made += [(feature, made) for (feature, _), made in zip(wanted, rows, strict=True)]
+
+    def take(self, *, wait: bool) -> Any:
+        made, self._made = self._made, []
+        return made
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Recorded:
+    """A step that was done once: its result, at no cost."""
+
+    def make(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        out = step().clone()
+        return lambda: out
+
+
+def free_engine(in_flight: int) -> Engine:
+    """An engine whose model and tower cost nothing."""
+    config = load_config(checkpoint_path("demo"))
+    token_id = load_tokenizer(checkpoint_path("demo")).encode_segment("a", False)[0]
+    model = FreeModel(config.text, token_id)
+    settings = EngineConfig(reuse=False, max_requests=in_flight, num_threads=1)
+    encoder = FreeEncoder(config.text.hidden_size)
+    engine = Engine(model, encoder, settings, stop_ids=(), encoding=EncodeLater)
+    engine.decoder = StaticDecode(model, engine.cache, Recorded())
+    return engine
+
+
+def free_pipeline(in_flight: int) -> Pipeline:
+    """The whole way around such an engine."""
+    directory = checkpoint_path("demo")
+    return Pipeline(
+        processor=MediaProcessor(load_media_config(directory)),
+        tokenizer=load_tokenizer(directory),
+        backend=LocalBackend(free_engine(in_flight)),
+        media_pad_id=load_config(directory).media_placeholder_token_id,
+        defaults=load_chat_defaults(directory),
+        name="free",
+    )
+
+
+def run_engine(engine: Engine, prompts: list[Prompt], in_flight: int) -> float:
+    """Captions a second."""
+    made = 0
+
+    def sink(token: Any) -> None:
+        nonlocal made
+        made += 1
+
+    begin = time.perf_counter()
+    waiting = list(reversed(prompts))
+    while waiting or engine.jobs:
+        while waiting and len(engine.jobs) < in_flight:
+            engine.add(len(waiting), waiting.pop(), SAMPLING, sink)
+        engine.step()
+    assert made == NEW * len(prompts)
+    return len(prompts) / (time.perf_counter() - begin)
+
+
+def measure(paths: list[Path], in_flights: list[int], rounds: int, shown: int) -> dict[str, Any]:
+    """Captions a second of every part: medians."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+
+    def note(name: str, run: Callable[[], float]) -> None:
+        run()  # compiles, and makes the sizes of a step ready
+        rates = [run() for _ in range(rounds)]
+        found[name] = statistics.median(rates)
+        print(f"{name}: {found[name]:.0f} captions a second", flush=True)
+
+    with free_pipeline(max(in_flights)) as pipeline:
+        requests = [
+            pipeline.request(
+                [Message(role="user", parts=(MediaPart("image", path), TextPart(PROMPT)))],
+                sampling=SAMPLING,
+            )
+            for path in paths
+        ]
+        media = [pipeline.processor.process(path) for path in paths]
+        prompts = [
+            pipeline.assemble(request, [each]).prompt
+            for request, each in zip(requests, media, strict=True)
+        ]
+
+        def timed(work: Callable[[], Any]) -> float:
+            begin = time.perf_counter()
+            work()
+            return len(paths) / (time.perf_counter() - begin)
+
+        note("media", lambda: timed(lambda: [pipeline.processor.process(path) for path in paths]))
+        note(
+            "prompt",
+            lambda: timed(
+                lambda: [
+                    pipeline.assemble(request, [each])
+                    for request, each in zip(requests, media, strict=True)
+                ]
+            ),
+        )
+        for in_flight in in_flights:
+            engine = free_engine(in_flight)
+            note(f"engine, {in_flight}", lambda e=engine, n=in_flight: run_engine(e, prompts, n))
+            if shown:
+                profiler = cProfile.Profile()
+                profiler.runcall(run_engine, engine, prompts, in_flight)
+                pstats.Stats(profiler).sort_stats("tottime").print_stats(shown)
+            note(
+                f"pipeline, {in_flight}",
+                lambda n=in_flight: timed(lambda: list(pipeline.replies(requests, in_flight=n))),
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pictures", type=int, default=2000)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", type=int, default=0, help="functions to show")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = make_pictures(Path(folder), options.pictures)
+        found = measure(paths, options.in_flight, options.rounds, options.profile)
+    if options.json:
+        record = provenance() | {"captions_per_second": found, "new_tokens": NEW}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""Captions a second of the demo model on a GPU, beside the CPU and ``transformers``; equal answers.
+
+    python -m benchmarks.gpu_captions [--json benchmarks/gpu_captions.json]
+    python -m benchmarks.gpu_captions --smoke          # everything on a CPU, small, about a minute
+
+``speed``: the same picture files of 224 by 224 pixels, all different, are captioned in turns by
+
+- the pipeline on the GPU, bfloat16, with several numbers of requests in flight,
+- ``generate()`` of ``transformers`` on the same GPU, bfloat16: Kimi K2.5 with the demo model's
+  dimensions and random weights (``transformers`` does not have the demo's architecture), its image
+  processor, several batch sizes of which the fastest counts, prompts as long as ours, and as many
+  new tokens as our captions have on average; it is spared the tokenizer,
+- the pipeline on the same machine's CPU, float32, as it comes, over some of the pictures.
+
+Nothing is kept from one picture or round for another (``reuse`` is off). Each has a process of its
+own, which sleeps while another is measured. A first round, in which kernels are compiled and graphs
+recorded, is told apart.
+
+``equality``: held-out questions about pictures, greedy, token by token: alone, in company, and
+asked twice of an engine that keeps states; in float32 and bfloat16 on the GPU, in float32 on the
+CPU.
+
+``profile``: a second in the middle of captioning: how much of it the device is busy and with what,
+and what the engine's thread does.
+
+Parts that fail are told as such in the record, and the others go on. ``--only`` measures some parts
+again and leaves the others as the record has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+
+from benchmarks.gpu_equality import compare
+from benchmarks.gpu_subjects import Failed, Ours, Peer, Setting, Subject
+from k3vl.config import checkpoint_path
+from k3vl.demo.heldout import QUICK
+from k3vl.xtml.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "gpu_captions.json"
+SIDE = 224
+PARTS = ("speed", "equality", "profile")
+VERSIONS = ("k3vl", "torch", "triton", "transformers", "torchvision", "numba", "pillow", "numpy")
+IN_COMPANY = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much is measured, and where.
+
+    Attributes:
+        device, dtype: of the pipeline and the peer that are compared; the rest is float32.
+        pictures, cpu_pictures: all of them, and those for the CPU.
+        rounds: after the first.
+        in_flight, cpu_in_flight: requests at once.
+        peer_batches: pictures of one ``generate()``; of small ones ``peer_calls`` are enough.
+        items: questions whose answers are compared.
+        dtypes: in which the GPU answers them.
+        profile_seconds: of each of the two profiles.
+        engine: fields of the GPU's :class:`~k3vl.lm.engine.EngineConfig`.
+    """
+
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    pictures: int = 2000
+    cpu_pictures: int = 300
+    rounds: int = 3
+    in_flight: tuple[int, ...] = (64, 256)
+    cpu_in_flight: int = 16
+    peer_batches: tuple[int, ...] = (1, 16, 64)
+    peer_calls: int = 32
+    items: int = 200
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    profile_seconds: float = 1.0
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+SMOKE = Options(
+    device="cpu",
+    dtype="float32",
+    pictures=12,
+    cpu_pictures=4,
+    rounds=1,
+    in_flight=(2, 4),
+    cpu_in_flight=2,
+    peer_batches=(1, 4),
+    peer_calls=2,
+    items=4,
+    dtypes=("float32",),
+    profile_seconds=0.2,
+)
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def make_pictures(folder: Path, count: int) -> list[Path]:
+    """Held-out drawings and the examples, cropped, mirrored and tinted: no two are the same.
+
+    PNG and JPEG in turns, 224 by 224 pixels.
+    """
+    rng = random.Random(0)
+    drawn = [p for p in QUICK.iterdir() if p.suffix in (".webp", ".jpg")]
+    examples = [p for p in (ROOT / "examples").iterdir() if p.suffix in (".png", ".jpg")]
+    sources = []
+    for path in sorted(drawn) + sorted(examples):
+        with Image.open(path) as opened:
+            sources.append(opened.convert("RGB"))
+    paths: list[Path] = []
+    seen = set()
+    while len(paths) < count:
+        picture = varied(rng.choice(sources), rng)
+        digest = hashlib.sha256(picture.tobytes()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            paths.append(folder / f"{len(paths):05d}.{'jpg' if len(paths) % 2 else 'png'}")
+            picture.save(paths[-1])
+    return paths
+
+
+def varied(picture: Image.Image, rng: random.Random) -> Image.Image:
+    """A part of a picture, perhaps mirrored, in slightly other colours."""
+    left, top = (rng.uniform(0, 0.12) * side for side in picture.size)
+    right, bottom = (rng.uniform(0.88, 1) * side for side in picture.size)
+    picture = picture.resize((SIDE, SIDE), box=(left, top, right, bottom))
+    if rng.random() < 0.5:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    gains = np.array([rng.uniform(0.85, 1) for _ in range(3)])
+    return Image.fromarray((np.asarray(picture) * gains).round().astype(np.uint8))
+
+
+# ------------------------------------------------------------------ speed
+
+
+def speed(options: Options, paths: list[Path]) -> dict[str, Any]:
+    """Everybody in turns, round after round."""
+    engine = {"reuse": False, "max_requests": max(options.in_flight)} | options.engine
+    gpu = Setting(device=options.device, dtype=options.dtype, engine=engine)
+    cpu = Setting(device="cpu", dtype="float32", engine={"reuse": False})
+    few = paths[: options.cpu_pictures]
+    record: dict[str, Any] = {"pictures": len(paths), "cpu_pictures": len(few), "errors": {}}
+    with (
+        Subject(Ours, gpu) as ours,
+        Subject(Ours, cpu) as ours_on_cpu,
+        Subject(Peer, options.device, options.dtype) as peer,
+    ):
+        measured = Rounds(record["errors"])
+        record["facts"] = {
+            "k3vl": ours.call("facts"),
+            "k3vl_on_cpu": measured.ask("k3vl on the CPU", ours_on_cpu, "facts"),
+            "transformers": measured.ask("transformers", peer, "facts"),
+        }
+        prompt = ours.call("prompt_tokens", paths[0])
+        first = ours.call("captions", paths, options.in_flight[0])
+        new = round(first["new_tokens"] / len(paths))
+        record |= {"prompt_tokens": prompt, "mean_new_tokens": first["new_tokens"] / len(paths)}
+        record["peer_new_tokens"] = new
+        text_tokens = prompt - (SIDE // 28) ** 2
+        for number in range(options.rounds + 1):  # the first compiles and records
+            for in_flight in options.in_flight:
+                name = f"k3vl, {in_flight} in flight"
+                measured.take(name, ours, "captions", paths, in_flight)
+            for batch in options.peer_batches:
+                some = paths[: batch * options.peer_calls]
+                name = f"transformers, batch {batch}"
+                measured.take(name, peer, "captions", some, batch, text_tokens, new)
+            name = f"k3vl on the CPU, {options.cpu_in_flight} in flight"
+            measured.take(name, ours_on_cpu, "captions", few, options.cpu_in_flight)
+            print(f"round {number} of {options.rounds}", flush=True)
+    record |= {"first_round": measured.first, "rounds": measured.rounds}
+    record["same_captions_as_the_cpu"] = measured.same_texts(len(few))
+    return record | summary(measured.rounds)
+
+
+class Rounds:
+    """Results by name: the first of each, and the others; texts apart."""
+
+    def __init__(self, errors: dict[str, str]) -> None:
+        self.first: dict[str, dict[str, Any]] = {}
+        self.rounds: dict[str, list[dict[str, Any]]] = {}
+        self.texts: dict[str, list[str]] = {}
+        self._errors = errors
+
+    def ask(self, name: str, subject: Subject, *call: Any) -> Any:
+        """A result, or None where the record now says why not."""
+        try:
+            return subject.call(*call)
+        except Failed as exc:
+            self._errors[name] = str(exc)
+            print(f"{name}: {exc}", flush=True)
+            return None
+
+    def take(self, name: str, subject: Subject, *call: Any) -> None:
+        """Call, unless that has failed before, or making the subject has."""
+        if any(name.startswith(failed) for failed in self._errors):
+            return
+        if (found := self.ask(name, subject, *call)) is None:
+            return
+        self.texts[name] = found.pop("texts", [])
+        print(f"{name}: {found['captions_per_second']:.1f} captions a second", flush=True)
+        if name in self.first:
+            self.rounds.setdefault(name, []).append(found)
+        else:
+            self.first[name] = found
+
+    def same_texts(self, count: int) -> dict[str, float]:
+        """Share of the first captions that are those of the CPU, by who made them."""
+        own = {name: texts for name, texts in self.texts.items() if texts}
+        theirs = next((texts for name, texts in own.items() if "CPU" in name), [])
+        return {
+            name: sum(a == b for a, b in zip(texts[:count], theirs, strict=True)) / count
+            for name, texts in own.items()
+            if theirs and "CPU" not in name
+        }
+
+
+def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians of captions a second, the best of each kind, and ours over the others'."""
+    medians = {
+        name: statistics.median(found["captions_per_second"] for found in results)
+        for name, results in rounds.items()
+    }
+
+    def best(*beginnings: str) -> float | None:
+        own = [v for name, v in medians.items() if name.startswith(beginnings)]
+        return max(own, default=None)
+
+    ours, cpu, peer = best("k3vl, "), best("k3vl on the CPU"), best("transformers")
+    return {
+        "captions_per_second": medians,
+        "best": {"k3vl": ours, "k3vl_on_cpu": cpu, "transformers": peer},
+        "over_the_cpu": ours / cpu if ours and cpu else None,
+        "over_transformers": ours / peer if ours and peer else None,
+    }
+
+
+# ------------------------------------------------------------------ equality
+
+
+def equality(options: Options, paths: list[Path]) -> dict[str, Any]:
+    """Answers of engines that differ in device, dtype, company or what they keep."""
+    said: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    kinds = {"CPU float32": ("cpu", "float32")}
+    kinds |= {f"GPU {dtype}": (options.device, dtype) for dtype in options.dtypes}
+    company = {"reuse": False, "max_requests": IN_COMPANY}
+    ways: dict[str, tuple[dict[str, Any], int, int]] = {
+        "alone": ({"reuse": False}, 1, 1),
+        f"{IN_COMPANY} in flight": (company, IN_COMPANY, 1),
+        f"{IN_COMPANY} in flight, exact_decode": ({**company, "exact_decode": True}, IN_COMPANY, 1),
+        "warm": ({"reuse": True}, 1, 2),
+    }
+    for kind, (device, dtype) in kinds.items():
+        for way, (engine, in_flight, passes) in ways.items():
+            name, begin = f"{kind}, {way}", time.perf_counter()
+            try:
+                with Subject(Ours, Setting(device=device, dtype=dtype, engine=engine)) as subject:
+                    found = subject.call("answers", options.items, in_flight, passes)
+            except Failed as exc:
+                errors[name] = str(exc)
+                print(f"{name}: {exc}", flush=True)
+                continue
+            said[name] = found[-1]
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    pairs = [
+        (f"{kind}, alone", f"{kind}, {way}") for kind in kinds for way in ways if way != "alone"
+    ]
+    pairs += [("CPU float32, alone", f"{kind}, alone") for kind in kinds if kind != "CPU float32"]
+    tokenizer = load_tokenizer(checkpoint_path("demo"))
+
+    def text_of(ids: Any) -> str:
+        return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+
+    compared = {
+        f"{a} = {b}": compare(said[a], said[b], text_of)
+        for a, b in pairs
+        if a in said and b in said
+    }
+    for name, found in compared.items():
+        print(
+            f"{name}: {found['same_tokens']} of {found['items']} the same, {found['same_bits']} to "
+            f"the bit; log-probabilities differ by {found['largest_difference']:.2e} at most"
+        )
+    return {"errors": errors, "compared": compared}
+
+
+# ------------------------------------------------------------------ profile
+
+
+def profile(options: Options, paths: list[Path]) -> dict[str, Any]:
+    """Device and engine thread, for each number in flight."""
+    engine = {"reuse": False, "max_requests": max(options.in_flight)} | options.engine
+    setting = Setting(device=options.device, dtype=options.dtype, engine=engine)
+    found = []
+    with Subject(Ours, setting) as ours:
+        for in_flight in options.in_flight:
+            ours.call("captions", paths, in_flight)  # compiles and records
+            found.append(ours.call("profile", paths, in_flight, options.profile_seconds))
+            share = found[-1]["device"]["busy_share"]
+            print(f"{in_flight} in flight: the device is busy {100 * share:.0f} % of the time")
+    return {"by_in_flight": found}
+
+
+# ------------------------------------------------------------------ record
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, hardware, versions."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+        ).stdout.strip(),
+        "hardware": {
+            "device": torch.cuda.get_device_name() if has_gpu else "none",
+            "processor": processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average": psutil.getloadavg(),
+        },
+        "versions": {name: installed(name) for name in VERSIONS}
+        | {"cuda": torch.version.cuda, "python": platform.python_version()},
+    }
+
+
+def processor() -> str:
+    """As the system calls it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def installed(name: str) -> str | None:
+    """A package's version, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def engine_field(text: str) -> tuple[str, Any]:
+    """``name=value`` of the command line; the value as JSON."""
+    name, _, value = text.partition("=")
+    return name, json.loads(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="on a CPU, small")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--pictures", type=int)
+    parser.add_argument("--cpu-pictures", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--items", type=int)
+    parser.add_argument("--in-flight", type=int, nargs="+")
+    parser.add_argument("--peer-batches", type=int, nargs="+")
+    parser.add_argument("--engine", type=engine_field, nargs="+", metavar="FIELD=VALUE")
+    parser.add_argument("--json", type=Path)
+    arguments = vars(parser.parse_args())
+    smoke, only, record_path = (arguments.pop(name) for name in ("smoke", "only", "json"))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if "engine" in given:
+        given["engine"] = dict(given["engine"])
+    options = replace_fields(SMOKE if smoke else Options(), given)
+    path = record_path or (None if smoke else RECORD)
+    record = json.loads(path.read_text()) if path and path.exists() and only != PARTS else {}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = make_pictures(Path(folder), options.pictures)
+        for name in only:
+            begin = time.perf_counter()
+            part = {"speed": speed, "equality": equality, "profile": profile}[name]
+            try:
+                found = part(options, paths)
+            except Failed as exc:
+                print(exc, flush=True)
+                found = {"errors": {name: str(exc)}}
+            seconds = time.perf_counter() - begin
+            record[name] = provenance() | {"part_seconds": seconds} | found
+            if path:  # part by part: what has been measured is not lost
+                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if "speed" in only:
+        ends = ("best", "over_the_cpu", "over_transformers")
+        print(json.dumps({name: record["speed"].get(name) for name in ends}, indent=1))
+    if smoke:
+        errors = {name: record[name].get("errors") for name in only}
+        assert not any(errors.values()), errors
+
+
+def replace_fields(options: Options, given: dict[str, Any]) -> Options:
+    """Options with some fields of the command line; lists become tuples."""
+    tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return replace(options, **tuples)
+
+
+if __name__ == "__main__":
+    main()
