@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from k3vl.kernels.upload import upload
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
 
     from k3vl.lm.cache import HybridCache
 
@@ -114,7 +114,7 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
         if row.wants_logits
     ]
     feature_rows, features = _features(rows, starts)
-    on_device = _ship(
+    on_device = upload(
         [t for row in rows for t in _padded_ids(row)],
         feature_rows,
         [row.slot for row in rows],
@@ -142,16 +142,6 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
         prefill_rows=tuple(on_device[9:]),
         logit_rows=on_device[8],
     )
-
-
-def _ship(*values: ArrayLike, device: torch.device) -> list[torch.Tensor]:
-    """Arrays as int64 tensors on the device: one copy, which the host does not wait for."""
-    arrays = [np.asarray(value, np.int64) for value in values]
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _padded_ids(row: Row) -> list[int]:

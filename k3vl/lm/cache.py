@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from k3vl.errors import ConfigError
+from k3vl.kernels.upload import upload
 from k3vl.lm.packing import packed_bytes
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class HybridCache:
 
     def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
         """Cells of every slot (its units), as [KDA layers, B, H] int64."""
-        return self.cells_of(torch.tensor(slots, dtype=torch.int64, device=self.buffer.device))
+        return self.cells_of(self._upload(slots))
 
     def cells_of(self, units: torch.Tensor) -> torch.Tensor:
         """As :meth:`cells`, of units [B, U] int64 on the device; those below 0 have none, < 0."""
@@ -188,25 +189,23 @@ class HybridCache:
 
     def clear(self, units: Sequence[int]) -> None:
         """Make a slot the state of an empty sequence."""
-        self.units[torch.tensor(units, device=self.buffer.device)] = 0
+        self.units.index_fill_(0, self._upload(units), 0)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy one slot's units to another's."""
-        where = self.buffer.device
-        content = self.units.index_select(0, torch.tensor(source, device=where))
-        self.units.index_copy_(0, torch.tensor(target, device=where), content)
+        begin, end = upload(source, target, device=self.buffer.device)
+        self.units.index_copy_(0, end, self.units.index_select(0, begin))
 
     def write_units(self, units: Sequence[int], content: torch.Tensor) -> None:
         """Store [N] uint8 in units, in their order; what is left of the last is zero."""
         padded = content.new_zeros(len(units) * self.sizes.unit_bytes)
         padded[: len(content)] = content
-        where = torch.tensor(units, device=self.buffer.device)
-        self.units.index_copy_(0, where, padded.view(torch.int32).view(len(units), -1))
+        words = padded.view(torch.int32).view(len(units), -1)
+        self.units.index_copy_(0, self._upload(units), words)
 
     def read_units(self, units: Sequence[int]) -> torch.Tensor:
         """All bytes of units, in their order, [N] uint8."""
-        where = torch.tensor(units, device=self.buffer.device)
-        return self.units.index_select(0, where).view(torch.uint8).flatten()
+        return self.units.index_select(0, self._upload(units)).view(torch.uint8).flatten()
 
     def write_features(self, units: Sequence[int], features: torch.Tensor) -> None:
         """Store [M, D] encoder output in units."""
@@ -221,8 +220,13 @@ class HybridCache:
         self, units: Sequence[int], first: int, last: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(first, last, device=self.buffer.device)
-        held = torch.tensor(units, device=self.buffer.device)
+        held = self._upload(units)
         return held[rows // self.sizes.feature_rows], rows % self.sizes.feature_rows
+
+    def _upload(self, units: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Numbers of units on the device; nobody waits."""
+        (numbers,) = upload(units, device=self.buffer.device)
+        return numbers
 
 
 def _latent_width(config: TextConfig) -> int:
