@@ -6,7 +6,6 @@ No op of its own: ``mla`` and ``vision_attention`` say what it computes.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.flash_kernel import flash_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from k3vl.kernels.packed import Packed
 
 
 class FlashShape(NamedTuple):
@@ -34,8 +33,8 @@ def flash(
     v: torch.Tensor,
     scale: float,
     *,
-    lengths: Sequence[int],
-    contexts: Sequence[int],
+    queries: Packed,
+    keys: Packed,
     causal: bool,
     rest: torch.Tensor | None = None,
     shape: FlashShape | None = None,
@@ -46,7 +45,7 @@ def flash(
         q: [N, H, K + P]; the last axis of every argument is contiguous.
         k: [M, H, K] (a head axis may have stride 0), v: [M, H, V].
         scale: of the scores.
-        lengths: queries of every sequence, contexts: its keys, no fewer.
+        queries: of every sequence, keys: of every sequence, no fewer.
         causal: whether the last query sees all keys and every earlier one a key less.
         rest: [M, H, P], the last part of the keys; None for P = 0.
         shape: of the programs, for measurements.
@@ -73,16 +72,18 @@ def flash(
     if not rows:
         return out
     half = q.dtype != torch.float32
-    layout = shape or _shape(max(lengths), key + shared, value, half=half)
+    longest = max(queries.lengths)
+    layout = shape or _shape(longest, key + shared, value, half=half)
     tail = k if rest is None else rest
-    flash_kernel[(triton.cdiv(max(lengths), layout.queries), heads, len(lengths))](
+    grid = (triton.cdiv(longest, layout.queries), heads, len(queries.lengths))
+    flash_kernel[grid](
         q,
         k,
         tail,
         v,
         out,
-        offsets(tuple(lengths), q.device),
-        offsets(tuple(contexts), q.device),
+        queries.borders,
+        keys.borders,
         *q.stride()[:2],
         *k.stride()[:2],
         *tail.stride()[:2],
@@ -100,13 +101,6 @@ def flash(
         num_warps=layout.warps,
     )
     return out
-
-
-@lru_cache(maxsize=32)
-def offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[S + 1] int64 running sums; kept, as every layer of a step asks for the same."""
-    ends = torch.tensor((0, *lengths), dtype=torch.int64).cumsum(0)
-    return ends.to(device)
 
 
 def _shape(longest: int, key: int, value: int, *, half: bool) -> FlashShape:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from k3vl.lm.ship import ship
+from k3vl.kernels.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,7 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
         if row.wants_logits
     ]
     feature_rows, features = _features(rows, starts)
-    on_device = ship(
+    on_device = upload(
         [t for row in rows for t in _padded_ids(row)],
         feature_rows,
         [row.slot for row in rows],

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from k3vl.errors import ConfigError
+from k3vl.kernels.upload import upload
 from k3vl.lm.packing import packed_bytes
-from k3vl.lm.ship import ship
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,7 +181,7 @@ class HybridCache:
 
     def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
         """Cells of every slot (its units), as [KDA layers, B, H] int64."""
-        return self.cells_of(ship(slots, device=self.buffer.device)[0])
+        return self.cells_of(upload(slots, device=self.buffer.device)[0])
 
     def cells_of(self, units: torch.Tensor) -> torch.Tensor:
         """As :meth:`cells`, of units [B, U] int64 on the device; those below 0 have none, < 0."""
@@ -193,22 +193,24 @@ class HybridCache:
 
     def clear(self, units: Sequence[int]) -> None:
         """Make slots the states of empty sequences."""
-        self.units.index_fill_(0, self._ship(units), 0)
+        self.units.index_fill_(0, self._upload(units), 0)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy one slot's units to another's."""
-        here, there = ship(source, target, device=self.buffer.device)
+        here, there = upload(source, target, device=self.buffer.device)
         self.units.index_copy_(0, there, self.units.index_select(0, here))
 
     def write_units(self, units: Sequence[int], content: torch.Tensor) -> None:
         """Store [N] uint8 in units, in their order; what is left of the last is zero."""
         padded = content.new_zeros(len(units) * self.sizes.unit_bytes)
         padded[: len(content)] = content
-        self.units.index_copy_(0, self._ship(units), padded.view(torch.int32).view(len(units), -1))
+        self.units.index_copy_(
+            0, self._upload(units), padded.view(torch.int32).view(len(units), -1)
+        )
 
     def read_units(self, units: Sequence[int]) -> torch.Tensor:
         """All bytes of units, in their order, [N] uint8."""
-        return self.units.index_select(0, self._ship(units)).view(torch.uint8).flatten()
+        return self.units.index_select(0, self._upload(units)).view(torch.uint8).flatten()
 
     def write_features(self, made: Sequence[tuple[Sequence[int], torch.Tensor]]) -> None:
         """Store encoder outputs, each [M, D], in units of their own."""
@@ -230,11 +232,11 @@ class HybridCache:
             unit, place = np.divmod(np.arange(first, last), size)
             held.append(np.asarray(units)[unit])
             places.append(place)
-        both = ship(np.concatenate(held), np.concatenate(places), device=self.buffer.device)
+        both = upload(np.concatenate(held), np.concatenate(places), device=self.buffer.device)
         return tuple(both)
 
-    def _ship(self, units: Sequence[int]) -> torch.Tensor:
-        return ship(units, device=self.buffer.device)[0]
+    def _upload(self, units: Sequence[int]) -> torch.Tensor:
+        return upload(units, device=self.buffer.device)[0]
 
 
 def _latent_width(config: TextConfig) -> int:

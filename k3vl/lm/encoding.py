@@ -196,7 +196,7 @@ class EncodeOnThread:
 
 
 class EncodeOnStream:
-    """Encodes in one batch on a CUDA stream of its own; not measured yet.
+    """Encodes in one batch on a CUDA stream of its own.
 
     The engine's thread launches, the work goes on beside the engine's own stream. It is that stream
     which waits for rows, on the device: the host never does.
@@ -249,9 +249,12 @@ class EncodeOnStream:
     def renew(self, encoder: Encoder) -> None:
         """See :class:`Encoding`."""
         self._launched.clear()
+        stream = torch.cuda.current_stream()
+        # The old weights are still read here: their memory is the engine's stream's to use again.
+        stream.wait_stream(self._stream)
         self.encoder = encoder
-        # What is being written there: the weights.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        # What is being written there: the new ones.
+        self._stream.wait_stream(stream)
 
     def close(self) -> None:
         """See :class:`Encoding`."""

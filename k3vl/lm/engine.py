@@ -437,7 +437,8 @@ class Engine:
     def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
         batch = build_batch(rows, self.cache)
         if every_row:
-            batch = replace(batch, logit_rows=torch.arange(len(batch.token_ids)).to(batch.cells))
+            every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+            batch = replace(batch, logit_rows=every)
         return self.model(batch, self.cache)
 
     def _emit(self, job: Job, token_id: int) -> None:

@@ -102,7 +102,7 @@ def rows_of(parts: Ordered[tuple[Job, int]], cache: HybridCache, *, tile: int = 
 def _features_in(sequence: Sequence, count: int) -> list[tuple[int, FeatureRows]]:
     """Features among the next tokens: where in them they begin, and which."""
     begin, end = sequence.num_cached, sequence.num_cached + count
-    found = []
+    found: list[tuple[int, FeatureRows]] = []
     for index in sequence.overlapping(begin, end):
         item, feature = sequence.media[index], sequence.pinned[index]
         assert feature.ready

@@ -2,8 +2,9 @@
 
 Units are copied out before they are taken, and come back when somebody asks for their content.
 Meant for a GPU, whose host has more memory than it has; nothing here depends on that. Copies are
-ordered with everything else on the device's stream, so a unit may be written again at once. What
-is kept is named by content (whole prefix, salt, media), never by place.
+ordered with everything else on the engine's stream, so a unit may be written again at once, and so
+may a row of this memory: the host itself never reads it. What is kept is named by content (whole
+prefix, salt, media), never by place.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from k3vl.lm.arena import Name
     from k3vl.lm.cache import HybridCache
+
+_PIECES = range(28, 23, -1)
+"""Powers of two: 256 MiB of memory at once, at last 16."""
 
 
 class HostTier:
@@ -31,12 +35,14 @@ class HostTier:
         """Take the memory, page-locked beside a GPU."""
         self.cache = cache
         self.stored = self.fetched = 0
-        rows = max_bytes // cache.sizes.unit_bytes
-        pinned = cache.buffer.is_cuda
-        self._rows = torch.empty(
-            rows, cache.units.shape[1], dtype=cache.units.dtype, pin_memory=pinned
-        )
-        self._free = list(range(rows))
+        unit_bytes, (_, width) = cache.sizes.unit_bytes, cache.units.shape
+        kind, locked = cache.units.dtype, cache.buffer.is_cuda
+        self._rows = [
+            row
+            for count in pieces(max_bytes // unit_bytes, unit_bytes)
+            for row in torch.empty(count, width, dtype=kind, pin_memory=locked)
+        ]
+        self._free = list(range(len(self._rows)))
         self._held: OrderedDict[Name, list[int]] = OrderedDict()
 
     def __contains__(self, name: Name) -> bool:
@@ -79,3 +85,17 @@ class HostTier:
         for rows in self._held.values():
             self._free += rows
         self._held.clear()
+
+
+def pieces(rows: int, row_bytes: int) -> Iterator[int]:
+    """Rows that are allocated together.
+
+    What torch locks it rounds up to a power of two: in one piece, 36 GiB would be 64. Of these it
+    wastes less than a row each, and less than 16 MiB in the last.
+    """
+    for power in _PIECES:
+        while rows >= (whole := 2**power // row_bytes) > 0:
+            yield whole
+            rows -= whole
+    if rows:
+        yield rows

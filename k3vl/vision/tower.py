@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.packed import Packed
 from k3vl.kernels.vision import REFERENCE
 from k3vl.kernels.vision_block import VisionBlockWeights
 from k3vl.kernels.vision_pos import resize_position_table, rotary_table, temporal_rows
@@ -52,6 +53,27 @@ class GridPlan:
     @property
     def nbytes(self) -> int:
         """Memory of both."""
+        return self.place.nbytes + self.rotary.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPlan:
+    """What the tower derives from the grids of a batch: all that a pass needs beside the patches.
+
+    Attributes:
+        grids: of the items.
+        items: where their patches lie.
+        place: [P, width] and rotary: [P, head_dim / 2], the items' own one after the other.
+    """
+
+    grids: tuple[Grid, ...]
+    items: Packed
+    place: torch.Tensor
+    rotary: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its positions."""
         return self.place.nbytes + self.rotary.nbytes
 
 
@@ -116,19 +138,45 @@ class VisionTower(nn.Module):
             ShapeError: a grid is odd, empty or has too many frames, or the grids and the patches
                 do not add up.
         """
-        self._check(patches, grids)
-        lengths = [frames * rows * columns for frames, rows, columns in grids]
-        x = self.kernels.linear(self._normalise(patches), self.patch_weight.flatten(1))
-        plans = [self._plan(grid) for grid in grids]
-        x = x + torch.cat([plan.place for plan in plans])
-        rotary = torch.cat([plan.rotary for plan in plans])
-        for block in self.blocks:
-            x = block(x, rotary, lengths)
-        x = self.kernels.rms_norm(x, self.final_norm, self.eps)
-        parts = torch.split(x, lengths)
-        return torch.cat([merge(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        return self.run(patches, self.plan(grids))
 
-    def _check(self, patches: torch.Tensor, grids: Sequence[Grid]) -> None:
+    def plan(self, grids: Sequence[Grid]) -> BatchPlan:
+        """What :meth:`run` needs to know of a batch with these grids.
+
+        Raises:
+            ShapeError: a grid is odd, empty or has too many frames, or there is none.
+        """
+        self._check(grids)
+        plans = [self._plan(grid) for grid in grids]
+        lengths = [frames * rows * columns for frames, rows, columns in grids]
+        return BatchPlan(
+            grids=tuple(grids),
+            items=Packed.of(lengths, self.position_table.device),
+            place=torch.cat([plan.place for plan in plans]),
+            rotary=torch.cat([plan.rotary for plan in plans]),
+        )
+
+    def run(self, patches: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """As :meth:`forward`, of a batch that is planned: nothing here depends on the host.
+
+        Raises:
+            ShapeError: the patches are not those of the plan's grids.
+        """
+        expected = (sum(plan.items.lengths), *self.patch_weight.shape[1:])
+        if tuple(patches.shape) != expected:
+            raise ShapeError(
+                f"vision tower: patches {tuple(patches.shape)}, {len(plan.grids)} grids need "
+                f"{expected}"
+            )
+        x = self.kernels.linear(self._normalise(patches), self.patch_weight.flatten(1))
+        x = x + plan.place
+        for block in self.blocks:
+            x = block(x, plan.rotary, plan.items)
+        x = self.kernels.rms_norm(x, self.final_norm, self.eps)
+        parts = zip(torch.split(x, list(plan.items.lengths)), plan.grids, strict=True)
+        return torch.cat([merge(part, grid) for part, grid in parts])
+
+    def _check(self, grids: Sequence[Grid]) -> None:
         most = self.config.init_pos_emb_time
         for frames, rows, columns in grids:
             even = rows > 0 < columns and not rows % _MERGE and not columns % _MERGE
@@ -137,11 +185,8 @@ class VisionTower(nn.Module):
                     f"vision tower: grid {frames}x{rows}x{columns}; rows and columns must be even, "
                     f"frames 1 to {most}"
                 )
-        expected = (sum(t * h * w for t, h, w in grids), *self.patch_weight.shape[1:])
-        if not grids or tuple(patches.shape) != expected:
-            raise ShapeError(
-                f"vision tower: patches {tuple(patches.shape)}, {len(grids)} grids need {expected}"
-            )
+        if not grids:
+            raise ShapeError("vision tower: 0 grids")
 
     def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
         patches = patches.to(self.patch_weight.device, non_blocking=True)
@@ -218,11 +263,9 @@ class VisionBlock(nn.Module):
             eps=eps,
         )
 
-    def forward(
-        self, x: torch.Tensor, rotary: torch.Tensor, lengths: Sequence[int]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, items: Packed) -> torch.Tensor:
         """Advance [P, width] by one block."""
-        return self.kernels.block(x, self.weights, rotary, lengths)
+        return self.kernels.block(x, self.weights, rotary, items)
 
 
 def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:

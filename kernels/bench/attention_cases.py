@@ -26,6 +26,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
 from k3vl.kernels.rms_norm.reference import rms_norm_reference
@@ -232,7 +233,7 @@ def vision_cases() -> Iterator[Case]:
         total = sum(lengths)
         qkv = normal(total, 3 * heads, 128)
         q, k, v = qkv.split(heads, 1)
-        run = partial(vision_attention, q, k, v, lengths)
+        run = partial(vision_attention, q, k, v, Packed.of(lengths, q.device))
         yield Case(
             op="vision_attention",
             shape=f"{name} patches H12 K128",

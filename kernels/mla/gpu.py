@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_store_kernel,
     mla_values_kernel,
 )
+from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -88,9 +90,8 @@ def mla_prefill_packed(
         rest: torch.Tensor | None = shared.unsqueeze(1).expand(-1, k.shape[1], -1)
     else:
         k, rest = _halve(k)
-    return flash(
-        q, k, v, scale, lengths=lengths, contexts=contexts, causal=True, rest=rest, shape=shape
-    )
+    queries, keys = _packed(lengths, q.device), _packed(contexts, q.device)
+    return flash(q, k, v, scale, queries=queries, keys=keys, causal=True, rest=rest, shape=shape)
 
 
 def mla_prefill_latent(
@@ -115,8 +116,8 @@ def mla_prefill_latent(
         c,
         c,
         scale,
-        lengths=(q.shape[0],),
-        contexts=(context.shape[0],),
+        queries=_packed((q.shape[0],), q.device),
+        keys=_packed((context.shape[0],), q.device),
         causal=True,
         rest=shared.unsqueeze(1).expand(-1, heads, -1),
         shape=shape,
@@ -282,6 +283,19 @@ def _decode_shape(batch: int, heads: int, longest: int, *, half: bool) -> Decode
     programs = batch * -(-heads // block)
     splits = max(1, min(_PROGRAMS // programs, -(-longest // (2 * latents))))
     return DecodeShape(block, latents, warps, stages, splits)
+
+
+def _packed(lengths: tuple[int, ...], device: torch.device) -> Packed:
+    """Kept, as every layer of a step asks for the same."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _packed_on(stream, lengths, device)
+
+
+@lru_cache(maxsize=32)
+def _packed_on(stream: int, lengths: tuple[int, ...], device: torch.device) -> Packed:
+    """For one stream: another might read the numbers too early, or when they have gone."""
+    del stream
+    return Packed.of(lengths, device)
 
 
 def _halve(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

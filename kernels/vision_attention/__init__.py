@@ -13,13 +13,13 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.vision_attention.grouped import vision_attention_grouped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
+
+    from k3vl.kernels.packed import Packed
 
 
 def vision_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: Packed
 ) -> torch.Tensor:
     """Let every patch see all patches of its own item, scaled by 1/sqrt(K).
 
@@ -27,7 +27,7 @@ def vision_attention(
         q: [P, H, K], queries, any floating dtype; items follow one another.
         k: [P, H, K], keys.
         v: [P, H, K], values.
-        lengths: patches of every item; they add up to P.
+        items: patches of every item; they add up to P.
 
     Returns:
         [P, H, K] in the dtype of ``q``; the softmax is float32.
@@ -39,6 +39,7 @@ def vision_attention(
         raise ShapeError(
             f"vision_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
+    lengths = items.lengths
     if sum(lengths) != q.shape[0] or any(length < 1 for length in lengths):
         raise ShapeError(
             f"vision_attention: {len(lengths)} items of {sum(lengths)} patches in all, "

@@ -8,20 +8,21 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.flash import FlashShape, flash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
+
+    from k3vl.kernels.packed import Packed
 
 
 def vision_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: Sequence[int],
+    items: Packed,
     *,
     shape: FlashShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
+    lengths = items.lengths
     agree = q.ndim == 3 and q.shape == k.shape == v.shape and sum(lengths) == q.shape[0]
     if not agree or any(length < 1 for length in lengths):
         raise ShapeError(
@@ -29,4 +30,4 @@ def vision_attention(
             f"{len(lengths)} items of {sum(lengths)} patches"
         )
     scale = q.shape[-1] ** -0.5
-    return flash(q, k, v, scale, lengths=lengths, contexts=lengths, causal=False, shape=shape)
+    return flash(q, k, v, scale, queries=items, keys=items, causal=False, shape=shape)

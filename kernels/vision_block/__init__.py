@@ -15,9 +15,11 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
+
+    from k3vl.kernels.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -49,7 +51,7 @@ class VisionBlockOp(Protocol):
         x: [P, D]; items follow one another.
         weights: of the block.
         rotary: [P, K / 2] complex64; see :func:`k3vl.kernels.vision_pos.rotary_table`.
-        lengths: patches of every item; they add up to P.
+        items: patches of every item; they add up to P.
 
     Returns:
         [P, D] in the dtype of ``x``.
@@ -63,7 +65,7 @@ class VisionBlockOp(Protocol):
         x: torch.Tensor,
         weights: VisionBlockWeights,
         rotary: torch.Tensor,
-        lengths: Sequence[int],
+        items: Packed,
     ) -> torch.Tensor:
         """[P, D] -> [P, D]."""
 
@@ -72,7 +74,7 @@ class VisionAttention(Protocol):
     """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: Packed
     ) -> torch.Tensor:
         """[P, H, K]."""
 
@@ -89,22 +91,22 @@ class ComposedVisionBlock:
         x: torch.Tensor,
         weights: VisionBlockWeights,
         rotary: torch.Tensor,
-        lengths: Sequence[int],
+        items: Packed,
     ) -> torch.Tensor:
         """See :class:`VisionBlockOp`."""
         w = weights
-        check_shapes(x, w, rotary, lengths)
+        check_shapes(x, w, rotary, items)
         qkv = F.linear(rms_norm(x, w.attention_norm, w.eps), w.qkv)
         heads = qkv.view(x.shape[0], 3 * w.heads, -1)  # [P, 3H, K]
         turned = self.rotate(heads[:, : 2 * w.heads], rotary)
         q, k, v = turned[:, : w.heads], turned[:, w.heads :], heads[:, 2 * w.heads :]
-        x = x + F.linear(self.attention(q, k, v, lengths).flatten(1), w.out)
+        x = x + F.linear(self.attention(q, k, v, items).flatten(1), w.out)
         hidden = F.linear(rms_norm(x, w.mlp_norm, w.eps), w.up)
         return x + F.linear(F.gelu(hidden, approximate="tanh"), w.down)
 
 
 def check_shapes(
-    x: torch.Tensor, weights: VisionBlockWeights, rotary: torch.Tensor, lengths: Sequence[int]
+    x: torch.Tensor, weights: VisionBlockWeights, rotary: torch.Tensor, items: Packed
 ) -> None:
     """Refuse what does not belong together; for every implementation of the op.
 
@@ -128,6 +130,7 @@ def check_shapes(
             f"out {tuple(w.out.shape)}, up {tuple(w.up.shape)}, down {tuple(w.down.shape)}, "
             f"rotary {tuple(rotary.shape)}"
         )
+    lengths = items.lengths
     if sum(lengths) != patches or any(length < 1 for length in lengths):
         raise ShapeError(
             f"vision_block: {len(lengths)} items of {sum(lengths)} patches in all, "

@@ -29,7 +29,7 @@ from k3vl.kernels.rms_norm.cpu import normalise
 from k3vl.kernels.vision_block import VisionBlockWeights, check_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from k3vl.kernels.packed import Packed
 
 _QUERIES = 64
 """Whose scores are held at once."""
@@ -49,11 +49,11 @@ class VisionBlockCPU:
         x: torch.Tensor,
         weights: VisionBlockWeights,
         rotary: torch.Tensor,
-        lengths: Sequence[int],
+        items: Packed,
     ) -> torch.Tensor:
         """[P, D] -> [P, D]."""
-        check_shapes(x, weights, rotary, lengths)
-        turns, counts = torch.view_as_real(rotary), np.array(lengths, np.int64)
+        check_shapes(x, weights, rotary, items)
+        turns, counts = torch.view_as_real(rotary), np.array(items.lengths, np.int64)
         assert turns.is_contiguous()
         out = torch.empty(x.shape)
         _block(

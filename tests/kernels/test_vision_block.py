@@ -11,6 +11,7 @@ from k3vl.kernels.vision import REFERENCE, cpu_vision
 from k3vl.kernels.vision_block import VisionBlockWeights
 from k3vl.kernels.vision_pos import rotary_table
 from tests.kernels.test_cpu import columns, normal, relative_error
+from tests.kernels.test_vision_attention import packed
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -65,7 +66,7 @@ def table() -> torch.Tensor:
 def test_a_block_of_several_items(kernels) -> None:
     lengths, w = [rows * across for rows, across in ITEMS], weights()
     x, rotary = normal(sum(lengths), WIDTH), table()
-    got = kernels.block(columns(x), w, rotary, lengths)
+    got = kernels.block(columns(x), w, rotary, packed(lengths))
     parts = zip(x.split(lengths), rotary.split(lengths), strict=True)
     want = torch.cat([by_hand(part, w, turns) for part, turns in parts])
     assert relative_error(got, want) < 1e-6
@@ -74,12 +75,12 @@ def test_a_block_of_several_items(kernels) -> None:
 def test_no_item_depends_on_another() -> None:
     lengths, w = [rows * across for rows, across in ITEMS], weights()
     x, rotary = normal(sum(lengths), WIDTH), table()
-    together = CPU.block(x, w, rotary, lengths).split(lengths)
+    together = CPU.block(x, w, rotary, packed(lengths)).split(lengths)
     for part, turns, want in zip(x.split(lengths), rotary.split(lengths), together, strict=True):
-        assert torch.equal(CPU.block(part, w, turns, [len(part)]), want)
+        assert torch.equal(CPU.block(part, w, turns, packed([len(part)])), want)
     poisoned = x.clone()
     poisoned[lengths[0]] = float("nan")
-    others = CPU.block(poisoned, w, rotary, lengths).split(lengths)
+    others = CPU.block(poisoned, w, rotary, packed(lengths)).split(lengths)
     assert others[1].isnan().all()
     assert all(torch.equal(a, b) for a, b in zip(others[2:], together[2:], strict=True))
 
@@ -91,15 +92,15 @@ def test_large_scores_are_softened_by_the_largest() -> None:
     )
     x, rotary = normal(132, WIDTH), rotary_table(11, 12, HEAD)
     want = by_hand(x, loud, rotary)
-    assert relative_error(CPU.block(x, loud, rotary, [132]), want) < 1e-4
+    assert relative_error(CPU.block(x, loud, rotary, packed([132])), want) < 1e-4
 
 
 @pytest.mark.parametrize("kernels", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_what_does_not_fit_is_refused(kernels) -> None:
     x, rotary = normal(6, WIDTH), rotary_table(2, 3, HEAD)
     with pytest.raises(ShapeError, match=r"vision_block: x \(6, 19\)"):
-        kernels.block(x[:, 1:], weights(), rotary, [6])
+        kernels.block(x[:, 1:], weights(), rotary, packed([6]))
     with pytest.raises(ShapeError, match=r"rotary \(5, 4\)"):
-        kernels.block(x, weights(), rotary[1:], [6])
+        kernels.block(x, weights(), rotary[1:], packed([6]))
     with pytest.raises(ShapeError, match=r"2 items of 5 patches"):
-        kernels.block(x, weights(), rotary, [2, 3])
+        kernels.block(x, weights(), rotary, packed([2, 3]))

@@ -40,6 +40,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
 from k3vl.kernels.vision_attention.gpu import vision_attention
@@ -443,7 +444,7 @@ def check_vision() -> Iterator[str]:
             lengths = [1, 3, 16, 17, 64, 129, *((1000, 5476) * ON_GPU)]
             q, k, v = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
             want = vision_attention_reference(q.double(), k.double(), v.double(), lengths)
-            got = vision_attention(q, k, v, lengths)
+            got = vision_attention(q, k, v, Packed.of(lengths, q.device))
             close(f"attention {dtype} K{key}", got, want, bound(dtype))
         x = normal(12, 5, 48, dtype=dtype)[:, :3, 16:32]
         table = rotary_table(3, 4, 16)

@@ -224,6 +224,34 @@ def test_a_step_on_a_device_never_waits(dtype: torch.dtype, count: int) -> None:
     assert grids == {(padded_size(count) * linear.num_heads,)}
 
 
+@pytest.mark.parametrize("context", [0, 16])
+def test_a_prompt_on_a_device_never_waits(context: int) -> None:
+    """Two parts, one of them with a picture, behind the copy of their numbers."""
+    pytest.importorskip("triton")
+    from k3vl.kernels.choice import triton_kernels
+
+    model = K3Model(TRITON, triton_kernels("a test"), dtype=torch.bfloat16, device=META)
+    cache = small_cache(model)
+    each = cache.sizes.units_per_slot
+    picture = torch.empty(5, TRITON.hidden_size, dtype=torch.bfloat16, device=META)
+    rows = [
+        Row(
+            token_ids=tokens(40),
+            context_len=context,
+            slot=range(part * each, (part + 1) * each),
+            pages=range(30 + 4 * part, 34 + 4 * part),
+            features=[(3, picture)] * part,
+            pad_to=48,
+        )
+        for part in range(2)
+    ]
+    batch = build_batch(rows, cache)
+    with device_only() as launches:
+        assert model(batch, cache).shape == (2, TRITON.vocab_size)
+    names = Counter(launch.kernel for launch in launches)
+    assert names["flash_kernel"] == 2 * len(TRITON.linear_attn_config.full_attn_layers)
+
+
 def test_a_batch_goes_to_the_device_by_one_copy() -> None:
     cache = small_cache(tiny_model())
     rows = [

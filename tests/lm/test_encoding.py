@@ -264,14 +264,14 @@ class DeviceEncoder(FakeEncoder):
 def test_a_stream_hands_out_rows_behind_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     encoding = EncodeOnStream(DeviceEncoder(cuda))
-    assert cuda.log == ["side waits for main"], "the weights"
+    assert cuda.log == ["main waits for side", "side waits for main"], "the weights"
     encoding.start([wanted(picture(1)), wanted(picture(2))])
     encoding.start([wanted(picture(3))])
     assert encoding.take(wait=False) == [], "others go on meanwhile"
     cuda.finish()
     assert len(encoding.take(wait=False)) == 3
     assert encoding.seconds == 3.0
-    assert cuda.log[1:] == [
+    assert cuda.log[2:] == [
         "2 encoded on side",
         "1 encoded on side",
         "main waits for an event of side",

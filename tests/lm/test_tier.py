@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from k3vl.lm.engine import Engine, EngineConfig
+from k3vl.lm.tier import pieces
 from k3vl.types import Prompt
 from tests.lm.test_engine import STOP, FakeEncoder
 from tests.lm.test_reuse import Answer, ask, finish, text, watch, with_media
@@ -140,3 +141,14 @@ def test_units_hold_what_was_stored() -> None:
     assert (tier.stored, tier.fetched) == (5, 3)
     tier.clear()
     assert tier.held_bytes == 0
+
+
+@pytest.mark.parametrize("row", [4_000, 114_048, 1_800_000, 2**21, 300 * 2**20])
+@pytest.mark.parametrize("most", [0, 10_000, 50 * 2**20, 300 * 2**20, 5 * 2**30 + 7])
+def test_memory_is_locked_in_pieces_that_are_hardly_rounded_up(row: int, most: int) -> None:
+    counts = list(pieces(most // row, row))
+    assert sum(counts) == most // row
+    assert min(counts, default=1) > 0
+    locked = sum(1 << (count * row - 1).bit_length() for count in counts)
+    if row < 2**22:
+        assert locked <= 1.01 * most + 2**24
