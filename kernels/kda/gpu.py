@@ -12,7 +12,9 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.kda import check_shapes
 from k3vl.kernels.kda.chunk_kernels import kda_norm_kernel, kda_prepare_kernel, kda_scan_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
+from k3vl.kernels.kda.rows_kernel import kda_prepare_rows_kernel
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
+from k3vl.kernels.kda.walk_kernel import kda_walk_kernel
 
 if TYPE_CHECKING:
     from k3vl.kernels.kda import KDAWeights
@@ -44,12 +46,14 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
+        apart: the parallel kernel keeps the rows of a chunk apart (``rows_kernel``).
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
+    apart: bool = False
 
 
 def kda_decode(
@@ -137,7 +141,8 @@ def kda_prefill(
     pool = _Pool(windows, states, cells, cu_seqlens, ends)
     half = qkv.dtype != torch.float32
     layout = shape or _shape(cells.numel(), states.shape[-1], half=half)
-    chunks = _prepare(qkv, decay, write, weights, pool, layout)
+    prepare = _prepare_rows if layout.apart else _prepare
+    chunks = prepare(qkv, decay, write, weights, pool, layout)
     out = _scan(qkv, gate, weights, pool, chunks, layout, snapshots)
     if layout.values < states.shape[-1]:
         rows, heads, block = gate.shape[0], cells.shape[1], 16
@@ -236,12 +241,82 @@ def _prepare(
     return chunks
 
 
+class _Rows(NamedTuple):
+    """As :class:`_Chunks`; ``wq`` is w and -qg."""
+
+    wq: torch.Tensor
+    u: torch.Tensor
+    kl: torch.Tensor
+    scores: torch.Tensor
+    gamma: torch.Tensor
+
+
+def _prepare_rows(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    pool: _Pool,
+    layout: PrefillShape,
+) -> _Rows:
+    """As :func:`_prepare`."""
+    sequences, heads = pool.cells.shape
+    key = pool.states.shape[-1]
+    slots = qkv.shape[0] // CHUNK + sequences
+    dtype = _operand(qkv)
+    half = dtype != torch.float32
+
+    def scratch(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(slots * heads, *size, dtype=of, device=qkv.device)
+
+    chunks = _Rows(
+        wq=scratch(2 * CHUNK, key),
+        u=scratch(key, CHUNK),
+        kl=scratch(CHUNK, key),
+        scores=scratch(CHUNK, CHUNK),
+        gamma=scratch(key, of=torch.float32),
+    )
+    kda_prepare_rows_kernel[(heads, slots)](
+        qkv,
+        decay,
+        write,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        pool.windows,
+        pool.cells,
+        pool.cu_seqlens,
+        pool.ends,
+        *chunks,
+        qkv.stride(0),
+        decay.stride(0),
+        write.stride(0),
+        pool.cells.stride(0),
+        *pool.windows.stride()[:3],
+        weights.lower_bound,
+        sequences,
+        heads,
+        BS=max(16, triton.next_power_of_2(sequences)),
+        C=CHUNK,
+        R=8,
+        LEVELS=_LEVELS,
+        K=key,
+        W=weights.conv.shape[1],
+        DTYPE=tl.bfloat16 if half else tl.float32,
+        INVERSE=tl.float16 if half else tl.float32,
+        PRECISION="tf32" if half else "tf32x3",
+        num_warps=4,
+        maxnreg=layout.registers,
+    )
+    return chunks
+
+
 def _scan(
     qkv: torch.Tensor,
     gate: torch.Tensor,
     weights: KDAWeights,
     pool: _Pool,
-    chunks: _Chunks,
+    chunks: _Chunks | _Rows,
     layout: PrefillShape,
     snapshots: Snapshots | None,
 ) -> torch.Tensor:
@@ -250,7 +325,11 @@ def _scan(
     key = pool.states.shape[-1]
     half = _operand(qkv) != torch.float32
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    kda_scan_kernel[(sequences * heads, key // layout.values)](
+    programs, parts = sequences * heads, key // layout.values
+    kernel, grid = kda_scan_kernel, (programs, parts)
+    if layout.apart:
+        kernel, grid = kda_walk_kernel, (parts, programs)
+    kernel[grid](
         qkv,
         gate,
         weights.o_norm,
