@@ -280,7 +280,7 @@ def _prepare_rows(
         qkv,
         decay,
         write,
-        weights.conv,
+        weights.conv.t().contiguous(),
         weights.a_log,
         weights.dt_bias,
         pool.windows,
@@ -305,6 +305,7 @@ def _prepare_rows(
         DTYPE=tl.bfloat16 if half else tl.float32,
         INVERSE=tl.float16 if half else tl.float32,
         PRECISION="tf32" if half else "tf32x3",
+        FAST=half,
         num_warps=4,
         maxnreg=layout.registers,
     )
