@@ -108,6 +108,7 @@ def kda_prepare_rows_kernel(
     lower_bound,
     S,
     H,
+    lowest_slot,
     BS: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -121,10 +122,10 @@ def kda_prepare_rows_kernel(
 ):
     """As ``kda_prepare_kernel``; w and -qg lie behind each other in ``wq`` [2C, K] of every slot.
 
-    ``conv`` is [W, 3 H K], the taps first.
+    ``conv`` is [W, 3 H K], the taps first. Slots from ``lowest_slot`` on.
     """
     i_h = tl.program_id(0)
-    slot = tl.program_id(1)
+    slot = tl.program_id(1) + lowest_slot
     o_s = tl.arange(0, BS)
     firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
     i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
@@ -211,3 +212,30 @@ def kda_prepare_rows_kernel(
         v = v + (values[s].to(DTYPE),)  # noqa: RUF005
     b_u = tl.dot(solve, _whole(v, C, K), input_precision=PRECISION)
     tl.store(u + block * C * K + o_k[None, :] * C + o_i, b_u.to(DTYPE))
+
+
+@triton.jit
+def kda_norm_slots_kernel(
+    x, gate, o_norm, cu_seqlens, ends, s_gate, eps, S, H, lowest_slot,
+    BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Gated RMSNorm of one head of one chunk in place; padding stays as it is."""
+    i_h = tl.program_id(0)
+    slot = tl.program_id(1) + lowest_slot
+    o_s = tl.arange(0, BS)
+    firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
+    i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
+    begin = tl.load(cu_seqlens + i_s)
+    start = begin + (slot - (begin // C + i_s)) * C
+    count = (tl.load(ends + i_s) - start).to(tl.int32)
+    if count <= 0:
+        return
+    o_t = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    live = (o_t < count)[:, None]
+    p_x = x + start * (H * K) + i_h * K + o_t[:, None] * (H * K) + o_k[None, :]
+    p_gate = gate + start * s_gate + i_h * K + o_t[:, None] * s_gate + o_k[None, :]
+    logits = tl.load(p_gate, mask=live, other=0.0).to(tl.float32)
+    o = tl.load(p_x, mask=live, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / K + eps)[:, None] * tl.load(o_norm + o_k)[None, :]
+    tl.store(p_x, (o * sigmoid(logits)).to(x.dtype.element_ty), mask=live)

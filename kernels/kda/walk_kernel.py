@@ -40,6 +40,8 @@ def kda_walk_kernel(
     s_state,
     eps,
     H,
+    lowest_slot,
+    slots,
     C: tl.constexpr,
     K: tl.constexpr,
     BV: tl.constexpr,
@@ -50,7 +52,11 @@ def kda_walk_kernel(
     DEPTHS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Carry the state of one head (BV of its value channels) through one sequence."""
+    """Carry the state of one head (BV of its value channels) through one sequence.
+
+    Of its chunks those in the ``slots`` slots from ``lowest_slot`` on; what the state was between
+    two such launches is what it is between two chunks, to the bit.
+    """
     i_v = tl.program_id(0)  # first: the parts of a head start together and read the same
     i_s = tl.program_id(1) // H
     i_h = tl.program_id(1) % H
@@ -65,19 +71,27 @@ def kda_walk_kernel(
     length = (end - begin).to(tl.int32)
     room = (behind - begin).to(tl.int32)
 
+    chunks = tl.cdiv(length, C)
+    mine = begin // C + i_s
+    from_chunk = tl.maximum(lowest_slot - mine, 0).to(tl.int32)
+    last = (lowest_slot + slots - mine).to(tl.int32)
+    to_chunk = tl.minimum(last, chunks)
+    if from_chunk >= tl.minimum(last, tl.maximum(chunks, 1)):
+        return
+    block = (mine + from_chunk) * H + i_h
+
     p_state = states + cell * s_state + o_k[:, None] * K + o_v[None, :]
     b_s = tl.trans(tl.load(p_state))  # [V, K] float32
-    p_out = out + begin * (H * K) + column + o_t[:, None] * (H * K) + o_v[None, :]
-    p_gate = gate + begin * s_gate + column + o_t[:, None] * s_gate + o_v[None, :]
+    done = begin + from_chunk * C
+    p_out = out + done * (H * K) + column + o_t[:, None] * (H * K) + o_v[None, :]
+    p_gate = gate + done * s_gate + column + o_t[:, None] * s_gate + o_v[None, :]
     norm = tl.load(o_norm + o_v)
-    block = (begin // C + i_s) * H + i_h
     p_wq = wq + block * (2 * C * K) + tl.arange(0, 2 * C)[:, None] * K + o_k[None, :]
     p_u = u + block * C * K + o_v[:, None] * C + o_t[None, :]
     p_kl = kl + block * C * K + o_t[:, None] * K + o_k[None, :]
     p_scores = scores + block * C * C + o_t[:, None] * C + o_t[None, :]
     p_gamma = gamma + block * K + o_k
-    chunks = tl.cdiv(length, C)
-    for c in tl.range(0, chunks, num_stages=STAGES):
+    for c in tl.range(from_chunk, to_chunk, num_stages=STAGES):
         b_wq = tl.load(p_wq)
         b_u = tl.load(p_u)
         b_kl = tl.load(p_kl)
@@ -115,6 +129,8 @@ def kda_walk_kernel(
                 p_copy = states + copy * s_state + o_k[:, None] * K + o_v[None, :]
                 tl.store(p_copy, tl.trans(b_s))
     tl.store(p_state, tl.trans(b_s))
+    if last < chunks:
+        return
     for c in range(chunks, tl.cdiv(room, C)):  # chunks of padding alone
         row = c * C + o_t
         nothing = tl.zeros([C, BV], out.dtype.element_ty)
