@@ -26,9 +26,23 @@ _DECODE_VARIANTS = (
 )
 _PREFILL_VARIANTS = (
     PrefillShape(values=64, warps=4, stages=4, registers=168),
-    PrefillShape(values=64, warps=4, stages=3, registers=128),
     PrefillShape(values=128, warps=8, stages=3, registers=None),
-    PrefillShape(values=128, warps=8, stages=3, registers=168),
+    *(
+        PrefillShape(values=values, warps=warps, stages=stages, registers=registers, parts=parts)
+        for values, warps, stages, registers, parts in (
+            (64, 4, 3, 168, 1),
+            (64, 4, 4, 168, 1),
+            (64, 4, 2, 168, 1),
+            (64, 4, 3, 128, 1),
+            (64, 4, 3, None, 1),
+            (128, 8, 3, 168, 1),
+            (64, 4, 3, 168, 2),
+            (64, 4, 3, 168, 4),
+            (64, 4, 3, 168, 8),
+            (64, 4, 3, 128, 4),
+            (128, 8, 3, 168, 4),
+        )
+    ),
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""

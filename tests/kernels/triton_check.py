@@ -226,8 +226,11 @@ def run_prefill(
     shapes: list[PrefillShape | None] = [None]
     if ON_GPU and dtype != torch.float32:
         shapes += [PrefillShape(key // 2, 4, 4, 168), PrefillShape(key, 8, 3, None)]
+        shapes += [PrefillShape(64, 4, 3, 168, parts) for parts in (1, 4)]
+        shapes += [PrefillShape(key, 8, 3, None, parts=3)] * (key == 128)
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None)]
+        shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, parts=3)]
+        shapes += [PrefillShape(32, 4, 1, None, parts=1)]
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -273,7 +276,20 @@ def check_kda_snapshots() -> Iterator[str]:
     own = windows.clone(), states.clone()
     snapshots = Snapshots(depths, where)
     batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
-    kda_prefill(*args, *batch, snapshots=snapshots)
+    got = kda_prefill(*args, *batch, snapshots=snapshots)
+    shapes = [PrefillShape(16 if not ON_GPU else 64, 4, 2, None, parts) for parts in (1, 4)]
+    for shape in shapes:
+        again = windows.clone(), states.clone()
+        batch = (weights, *again, cells, cu_seqlens, cu_seqlens[1:])
+        out = kda_prefill(*args, *batch, snapshots=snapshots, shape=shape)
+        close("states and snapshots", again[1], own[1].double(), bound(dtype))
+        assert torch.equal(again[0], own[0]), "windows"
+        if shape.parts == 1:
+            whole = out, again[1]
+        else:
+            assert torch.equal(out, whole[0]), "parts change no bit"
+            assert torch.equal(again[1], whole[1]), "parts change no bit"
+        close("output", out, got.double(), 1.2e-2 if dtype != torch.float32 else EXACT)
     for depth, cell in ((2 * CHUNK, 2), (CHUNK, 5)):
         part = [x[5 : 5 + depth] for x in args]
         alone = windows.clone(), states.clone()
