@@ -100,6 +100,8 @@ def run(
     lines = []
     for name, work in everybody.items():
         try:
+            if ceilings and case.compared and name.removeprefix("k3vl, ") in case.variants:
+                _require_same(work(), got, case.limit)
             line = _measure(case, name, work, ceilings)
         except Exception:  # noqa: BLE001 - a peer or a variant that does not run here
             say(f"  {name}: {traceback.format_exc(limit=-3)}")
@@ -107,6 +109,13 @@ def run(
         if line:
             lines.append({**line, "error": error if name == "k3vl" else None})
     return lines
+
+
+def _require_same(variant: object, ours: torch.Tensor, limit: float) -> None:
+    assert isinstance(variant, torch.Tensor)
+    error = ratio_of_norms(variant, ours)
+    if not error < limit:
+        raise AssertionError(f"other than ours by {error:.2e}, allowed {limit:.0e}")
 
 
 def _measure(

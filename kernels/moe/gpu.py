@@ -116,6 +116,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
         longest,
         PAIRS=pairs,
         E=num_experts,
+        NUM_WIDTHS=len(bounds),
         BY_PAIR=by_pair,
         BLOCK_P=max(16, triton.next_power_of_2(pairs)),
         BLOCK_E=triton.next_power_of_2(num_experts + 1),

@@ -28,14 +28,16 @@ class Joined:
     """How a product is cut.
 
     Attributes:
-        rows: of weights in a block, a multiple of 64 for four warps; half of them gates, half ups.
+        rows: of weights in a block, 64 for four warps at least; half of them gates, half ups.
         warps: of a block.
+        parts: of 128 columns in a step.
         stages: steps whose loads are under way or done.
     """
 
     rows: int
     warps: int
     stages: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,14 +106,14 @@ def joined_products(
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
-        rows, constants = _constants(shapes.gate_up[width], width, 2 * inner)
+        rows, constants = _constants(shapes.gate_up[width], width, 2 * inner, latent)
         gate_up_joined_kernel[(2 * inner // rows, tiles.expert.numel())](
             split, stored.w13, _words(stored.w13_scale), *_lists(plan, tiles), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
             BM=rows // 2, PACKED=packed, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
-        rows, constants = _constants(shapes.down[width], width, latent)
+        rows, constants = _constants(shapes.down[width], width, latent, inner)
         down_joined_kernel[(latent // rows, tiles.expert.numel())](
             hidden, stored.w2, _words(stored.w2_scale), *_lists(plan, tiles), outputs,
             INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, **constants,
@@ -129,15 +131,20 @@ def _lists(plan: ExpertPlan, tiles: Tiles) -> tuple[torch.Tensor, ...]:
     return plan.order, tiles.expert, tiles.first, tiles.end, tiles.count
 
 
-def _constants(shape: Joined, width: int, features: int) -> tuple[int, dict[str, int]]:
-    """Rows of a block, fewer where they would not divide all, and the launch constants."""
-    rows, warps = shape.rows, shape.warps
+def _constants(
+    shape: Joined, width: int, features: int, columns: int
+) -> tuple[int, dict[str, int]]:
+    """Rows of a block and launch constants; smaller where a block would not divide the matrix."""
+    rows, warps, parts = shape.rows, shape.warps, shape.parts
     while features % rows:
         rows, warps = rows // 2, max(4, warps // 2)
+    while columns % (parts * _STEP_COLUMNS):
+        parts //= 2
     return rows, {
         "BN": min(width, FULL),
         "TAIL": max(0, width - FULL),
-        "COPIES": max(1, 32 * warps // rows),
+        "PARTS": parts,
+        "COPIES": max(1, 32 * warps // (rows * parts)),
         "num_warps": warps,
         "num_stages": shape.stages,
     }

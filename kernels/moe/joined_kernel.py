@@ -20,10 +20,6 @@ import triton.language as tl
 
 from k3vl.kernels.moe.experts_kernel import _glu
 
-STEP = tl.constexpr(16)
-"""Words of a row in a step; four bytes of scales go with them."""
-COLUMNS = tl.constexpr(128)
-
 
 def _decoder() -> str:
     """Machine code that decodes a thread's share of [64, 128] columns; see ``DECODE``."""
@@ -68,36 +64,27 @@ REGISTERS = tl.constexpr(",".join(["=r"] * 32 + ["r"] * 128))
 
 
 @triton.jit
-def _repeat(x):
-    """[M, 16] -> [M, 128], eight times the same."""
-    M: tl.constexpr = x.shape[0]
-    return tl.broadcast_to(x[:, None, :], (M, 8, 16)).reshape(M, 128)
-
-
-@triton.jit
 def _step(
-    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, COPIES: tl.constexpr,
-    PACKED: tl.constexpr, DTYPE: tl.constexpr,
+    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
+    COPIES: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Decoded columns of the 16 words from word ``k`` on, [M, 128] by n and then j."""
-    o_w = tl.arange(0, STEP)
+    """Decoded columns of the words from word ``k`` on, [M, PARTS * 128], each part by n, then j."""
+    COLUMNS: tl.constexpr = PARTS * 128
     # A load of fewer elements than threads would be laid out badly: some elements are read twice.
-    at = scale + rows[:, None] * (WORDS // STEP) + k // STEP + 0 * tl.arange(0, COPIES)[None, :]
-    groups = tl.load(at)
-    groups = tl.broadcast_to(groups[:, :, None], (M, COPIES, 128 // COPIES)).reshape(M, 128)
+    o_g = tl.arange(0, PARTS * COPIES) // COPIES
+    groups = tl.load(scale + rows[:, None] * (WORDS // 16) + k // 16 + o_g[None, :])
+    groups = tl.broadcast_to(groups[:, :, None], (M, PARTS * COPIES, 128 // COPIES))
+    groups = groups.reshape(M, COLUMNS)
     if PACKED:
-        codes = tl.load(w + rows[:, None] * WORDS + k + o_w[None, :])
+        codes = tl.load(w + rows[:, None] * WORDS + k + tl.arange(0, PARTS * 16)[None, :])
+        codes = codes.reshape(M, PARTS, 1, 16)
+        codes = tl.broadcast_to(codes, (M, PARTS, 8, 16)).reshape(M, COLUMNS)
         values = tl.inline_asm_elementwise(
-            DECODE,
-            REGISTERS,
-            [_repeat(codes), groups],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=64,
+            DECODE, REGISTERS, [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=64
         )
     else:
         o_c = tl.arange(0, COLUMNS)
-        n, j = o_c // STEP, o_c % STEP
+        n, j = o_c // 16 % 8, o_c // 128 * 16 + o_c % 16
         at = j // 2 * 2 + n // 4
         u = tl.load(w + rows[:, None] * WORDS + k + at[None, :])
         u = (u >> (j % 2 * 16)[None, :]) & 0xFFFF
@@ -105,9 +92,8 @@ def _step(
         sign = tl.where(f == 3, u >> 14, (u << (3 * f)) >> 15) & 1
         size = tl.where(f == 3, ((u >> 11) & 4) | ((u >> 10) & 3), ((u << (3 * f)) >> 6) & 7)
         code = ((sign << 31) | (size << 22)).to(tl.float32, bitcast=True)
-        byte = (groups >> (j // 4 * 8)[None, :]) & 0xFF
-        power = (byte << 23).to(tl.float32, bitcast=True)
-        values = (code * 8.507059173023462e37 * power).to(DTYPE)
+        byte = (groups >> (j // 4 % 4 * 8)[None, :]) & 0xFF
+        values = (code * 8.507059173023462e37 * (byte << 23).to(tl.float32, bitcast=True)).to(DTYPE)
     return values
 
 
@@ -116,7 +102,8 @@ def gate_up_joined_kernel(
     x, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out, top_k,
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TAIL: tl.constexpr, COPIES: tl.constexpr, PACKED: tl.constexpr,
+    BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for BM features and one tile of BN + TAIL pairs.
 
@@ -136,7 +123,7 @@ def gate_up_joined_kernel(
     o_m = tl.arange(0, 2 * BM)
     feature = tl.program_id(0) * BM + o_m // 16 * 8 + o_m % 8
     rows = expert.to(tl.int64) * (2 * INNER) + feature + o_m // 8 % 2 * INNER
-    o_c = tl.arange(0, COLUMNS)
+    o_c = tl.arange(0, PARTS * 128)
     x_at = token[None, :] * WIDTH + o_c[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     acc = tl.zeros([2 * BM, BN], tl.float32)
@@ -146,8 +133,8 @@ def gate_up_joined_kernel(
         token = tl.load(order + o_t, more, 0) // top_k
         t_at = token[None, :] * WIDTH + o_c[:, None]
         tail = tl.zeros([2 * BM, TAIL], tl.float32)
-    for k in range(0, WORDS, STEP):
-        v = _step(w, scale, rows, k, WORDS, 2 * BM, COPIES, PACKED, dtype)
+    for k in range(0, WORDS, PARTS * 16):
+        v = _step(w, scale, rows, k, WORDS, 2 * BM, PARTS, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(x + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")
@@ -159,6 +146,19 @@ def gate_up_joined_kernel(
 
 
 @triton.jit
+def _situ(gate, up, beta, linear_beta):
+    """``_glu`` of SiTU with one division in place of three.
+
+    Exponents are held below 28, so that the product of the three denominators is a float32;
+    beyond, what they stand for is less than 1e-12 away from its limit.
+    """
+    e = tl.exp(tl.minimum(-gate, 28.0))
+    f = tl.exp(tl.minimum(gate * (-2 / beta), 28.0))
+    g = tl.exp(tl.minimum(up * (-2 / linear_beta), 28.0))
+    return (beta * linear_beta) * ((1 - f) * (1 - g)) / ((1 + e) * ((1 + f) * (1 + g)))
+
+
+@triton.jit
 def _store_glu(
     acc, out, o_p, there, beta, linear_beta,
     INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -166,11 +166,15 @@ def _store_glu(
     """Activate [2 BM, BN] and write [BM, BN] to where the second product looks for it."""
     both = acc.reshape(BM // 8, 2, 8, BN).permute(0, 2, 3, 1)
     gate, up = tl.split(both)
-    y = _glu(gate, up, beta, linear_beta, SITU).reshape(BM, BN).to(out.dtype.element_ty)
+    if SITU:
+        y = _situ(gate, up, beta, linear_beta)
+    else:
+        y = _glu(gate, up, beta, linear_beta, SITU)
+    y = y.reshape(BM, BN).to(out.dtype.element_ty)
     # Stored feature f is column 8 j + n of the next product, f = n (INNER / 8) + j.
     o_f = tl.program_id(0) * BM + tl.arange(0, BM)
     n, j = o_f // (INNER // 8), o_f % (INNER // 8)
-    place = j // STEP * COLUMNS + n * STEP + j % STEP
+    place = j // 16 * 128 + n * 16 + j % 16
     tl.store(out + o_p[None, :].to(tl.int64) * INNER + place[:, None], y, there[None, :])
 
 
@@ -178,7 +182,8 @@ def _store_glu(
 def down_joined_kernel(
     h, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TAIL: tl.constexpr, COPIES: tl.constexpr, PACKED: tl.constexpr,
+    TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for BM features and one tile of BN + TAIL pairs.
 
@@ -196,7 +201,7 @@ def down_joined_kernel(
     there = o_p < end
     o_f = tl.program_id(0) * BM + tl.arange(0, BM)
     rows = expert.to(tl.int64) * WIDTH + o_f
-    o_c = tl.arange(0, COLUMNS)
+    o_c = tl.arange(0, PARTS * 128)
     h_at = o_p[None, :] * INNER + o_c[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     acc = tl.zeros([BM, BN], tl.float32)
@@ -205,8 +210,8 @@ def down_joined_kernel(
         more = o_t < end
         t_at = o_t[None, :] * INNER + o_c[:, None]
         tail = tl.zeros([BM, TAIL], tl.float32)
-    for k in range(0, WORDS, STEP):
-        v = _step(w, scale, rows, k, WORDS, BM, COPIES, PACKED, dtype)
+    for k in range(0, WORDS, PARTS * 16):
+        v = _step(w, scale, rows, k, WORDS, BM, PARTS, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(h + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")

@@ -4,6 +4,7 @@ Triton decides between compiler and interpreter when it is imported. Usage: moe_
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from k3vl.kernels.moe.gpu import (
     plan_gpu,
     route_gpu,
 )
-from k3vl.kernels.moe.joined import can_join
+from k3vl.kernels.moe.joined import JOINED, JoinedShapes, can_join
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -26,6 +27,11 @@ ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat16 is not ours
 LIMIT = 8e-3 if ON_GPU else 5e-5  # the reference has its activation in float32, too
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
+
+WIDER = JoinedShapes(
+    gate_up={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.gate_up.items()},
+    down={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.down.items()},
+)
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -92,8 +98,9 @@ def check_experts(
     want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
     close(f"mxfp4 {what}", got, want)
     if can_join(packed, chosen.numel()):
-        got = moe_experts_joined_gpu(x, weights, chosen, packed, activation, norm, 1e-5)
-        close(f"joined {what}", got, want)
+        for shapes in (JOINED, WIDER):
+            given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
+            close(f"joined {what}", moe_experts_joined_gpu(*given), want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)

@@ -75,7 +75,9 @@ def test_a_thread_decodes_its_share(lane: int) -> None:
     want = dequantize_mxfp4(packed, scale, dtype=torch.float32).view(2, 16, 8)
     words = pack_words(packed)
     groups = scale.view(torch.int32)
-    elements = [(e >> 1 & 1, 2 * (lane % 4) + (e & 1) + 8 * (e >> 2 & 1), e >> 3) for e in range(64)]
+    elements = [
+        (e >> 1 & 1, 2 * (lane % 4) + (e & 1) + 8 * (e >> 2 & 1), e >> 3) for e in range(64)
+    ]
     operands = {32 + i: int(words[row, j]) for i, (row, j, _) in enumerate(elements)}
     operands |= {96 + i: int(groups[row, 0]) for i, (row, _, _) in enumerate(elements)}
     registers = run(str(DECODE.value), operands, lane)
