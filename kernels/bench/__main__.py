@@ -107,6 +107,8 @@ def run(
     lines = []
     for name, work in everybody.items():
         try:
+            if ceilings and case.compared and name.removeprefix("k3vl, ") in case.variants:
+                _require_same(case.variants[name.removeprefix("k3vl, ")](), got, case.limit)
             line = _turn(case, name, work, got, ceilings)
         except Exception:  # noqa: BLE001 - a peer or a variant that does not run here
             say(f"  {name}: {traceback.format_exc(limit=-3)}")
@@ -140,6 +142,13 @@ def _turn(
     if apart is not None and not math.isfinite(apart):
         apart = None  # JSON has no NaN
     return {**line, "apart": apart, "agrees": agrees} if line else {}
+
+
+def _require_same(variant: object, ours: torch.Tensor, limit: float) -> None:
+    assert isinstance(variant, torch.Tensor)
+    error = ratio_of_norms(variant, ours)
+    if not error < limit:
+        raise AssertionError(f"other than ours by {error:.2e}, allowed {limit:.0e}")
 
 
 def _measure(

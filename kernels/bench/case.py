@@ -48,7 +48,10 @@ class Case:
             large for it, and a smaller case of the op has been compared.
         limit: of the ratio of norms.
         bytes, flops: the least that the work must move and compute.
-        variants: other launches of ours. peers: other implementations, with what they leave out.
+        variants: other launches of ours.
+        compared: whether every variant returns what ``ours`` does; one that is wrong by ``limit``
+            against it is not timed.
+        peers: other implementations, with what they leave out.
     """
 
     op: str
@@ -60,6 +63,7 @@ class Case:
     bytes: float
     flops: float
     variants: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    compared: bool = False
     peers: Mapping[str, Callable[[], object] | Peer] = field(default_factory=dict)
 
 

@@ -15,7 +15,13 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.gpu import (
+    moe_experts_joined_gpu,
+    moe_experts_mxfp4_gpu,
+    plan_gpu,
+    route_gpu,
+)
+from k3vl.kernels.moe.joined import JOINED, Joined, JoinedShapes
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.situ import SituGLU
@@ -62,21 +68,68 @@ def moe_cases() -> Iterator[Case]:
             scale=1.0,
         )
         touched = chosen.unique()
+        given = (x, weights, chosen, stored, _SITU, norm, 1e-5)
         yield Case(
             op="moe_experts_mxfp4",
             shape=f"T{tokens}, 16 of 896, {len(touched)} experts read",
-            ours=partial(
-                moe_experts_mxfp4_gpu, x, weights, chosen, stored, _SITU, norm=norm, eps=1e-5
-            ),
+            ours=partial(moe_experts_mxfp4_gpu, *given),
             want=partial(_want, x, weights, chosen, stored, norm) if tokens <= 8 else None,
             limit=8e-3,
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
+            variants={
+                f"joined, {name}": partial(moe_experts_joined_gpu, *given, shapes)
+                for name, shapes in _joined_shapes(tokens).items()
+            },
+            compared=True,
             peers={
                 **_peers(tokens, chosen),
                 **sglang_moe.experts_peers(x, weights, chosen, marlin, _SITU, norm, 1e-5),
             },
         )
+
+
+def _joined_shapes(tokens: int) -> dict[str, JoinedShapes]:
+    """Blocks of rows x columns, warps, stages; the way in before the way back."""
+    wide = tokens > _TOKENS_OF_WIDE_TILES
+    tried = _WIDE if wide else _NARROW
+    return {
+        " and ".join(
+            f"{s.rows}x{128 * s.parts} w{s.warps} s{s.stages}" for s in (into, back)
+        ): JoinedShapes(
+            gate_up={**JOINED.gate_up, **dict.fromkeys((128, 160) if wide else (16, 32), into)},
+            down={**JOINED.down, **dict.fromkeys((128, 160) if wide else (16, 32), back)},
+        )
+        for into, back in tried
+    }
+
+
+_TOKENS_OF_WIDE_TILES = 2048
+"""Beyond, most pairs lie in tiles of 128 and more; up to 512, in tiles of 16 and 32."""
+
+
+def _shape(rows: int, warps: int, stages: int, parts: int = 1) -> Joined:
+    return Joined(rows=rows, warps=warps, stages=stages, parts=parts)
+
+
+_NARROW = (
+    (_shape(128, 4, 4), _shape(128, 4, 4)),
+    (_shape(64, 4, 4), _shape(64, 4, 4)),
+    (_shape(64, 4, 6), _shape(64, 4, 6)),
+    (_shape(64, 4, 3, 2), _shape(64, 4, 3, 2)),
+    (_shape(64, 4, 4, 2), _shape(64, 4, 4, 2)),
+    (_shape(128, 4, 3, 2), _shape(128, 4, 3, 2)),
+    (_shape(64, 4, 2, 4), _shape(64, 4, 2, 4)),
+    (_shape(128, 4, 3, 2), _shape(64, 4, 4)),
+)
+_WIDE = (
+    (_shape(256, 8, 3), _shape(256, 8, 3)),
+    (_shape(128, 4, 2), _shape(128, 4, 2)),
+    (_shape(128, 4, 2), _shape(256, 8, 3)),
+    (_shape(256, 8, 3), _shape(128, 8, 3)),
+    (_shape(128, 8, 3), _shape(128, 8, 3)),
+    (_shape(256, 8, 2), _shape(256, 8, 2)),
+)
 
 
 def _want(

@@ -34,8 +34,7 @@ def _silu(y, FAST: tl.constexpr):
             "tanh.approx.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
         )
         return y + y * tanh
-    else:
-        return y * sigmoid(y)
+    return y * sigmoid(y)
 
 
 @triton.jit
@@ -195,9 +194,7 @@ def kda_prepare_rows_kernel(
     k_up = _whole(k_ups, C, K)
     down = tl.trans(_whole(k_downs, C, K))
     read = tl.dot(_whole(q_ups, C, K), down, input_precision=PRECISION)
-    tl.store(
-        scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE)
-    )
+    tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
     mix = tl.dot(k_up, down, input_precision=PRECISION)
     mix = tl.where(o_i > o_j, mix * beta[:, None], 0.0)
     # Write strengths and the way to the middle are factors of columns: of the small matrices.

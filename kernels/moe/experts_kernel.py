@@ -271,7 +271,7 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
-    for j in range(K):
+    for j in tl.static_range(K):  # in a loop a load would wait for the one before
         row = tl.load(y + (n * K + j) * WIDTH + o_d, live, 0).to(tl.float32)
         total += tl.load(weights + n * K + j) * row
     total = total.to(out.dtype.element_ty)  # the reference rounds the sum before its norm
@@ -296,13 +296,13 @@ def route_kernel(
     biased = tl.where(live, score + tl.load(bias + o_e, live, 0), float("-inf"))
     o_k = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
-    weight = tl.zeros([KP], tl.float32)
     for j in tl.static_range(K):
         best = tl.argmax(biased, 0)
-        here = o_e == best
-        weight = tl.where(o_k == j, tl.sum(tl.where(here, score, 0.0)), weight)
         chosen = tl.where(o_k == j, best, chosen)
-        biased = tl.where(here, float("-inf"), biased)
+        biased = tl.where(o_e == best, float("-inf"), biased)
+    # Read again: to find a score among all of them costs as much as to find the best.
+    weight = 1 / (1 + tl.exp(-tl.load(logits + n * E + chosen, o_k < K, 0)))
+    weight = tl.where(o_k < K, weight, 0)
     if RENORMALISE:
         weight = weight / (tl.sum(weight) + 1e-20)
     tl.store(weights + n * K + o_k, weight * scale, o_k < K)
@@ -312,14 +312,14 @@ def route_kernel(
 @triton.jit
 def plan_kernel(
     experts, order, tile_expert, tile_first, tile_end, tile_count, M,
-    PAIRS: tl.constexpr, E: tl.constexpr, BY_PAIR: tl.constexpr,
+    PAIRS: tl.constexpr, E: tl.constexpr, NUM_WIDTHS: tl.constexpr, BY_PAIR: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``plan_experts`` for few pairs in one launch: a program does one expert's share.
 
     Every program counts all pairs again, which costs less than a second launch. With fewer pairs
     than experts (BY_PAIR) a program takes the expert of its pair, if no earlier pair has it.
-    The tile lists are [5, M], one row a width.
+    The tile lists are [5, M], one row a width, of which NUM_WIDTHS can have any.
     """
     o_p = tl.arange(0, BLOCK_P)
     of = tl.load(experts + o_p, o_p < PAIRS, E).to(tl.int32)
@@ -337,7 +337,7 @@ def plan_kernel(
     o_e = tl.arange(0, BLOCK_E)
     every = tl.histogram(of, BLOCK_E)  # bin E holds what is past the end
     every = tl.where(o_e < E, every, 0)
-    for n in tl.static_range(5):
+    for n in tl.static_range(NUM_WIDTHS):
         # The same rule for all experts, to know this one's place, and for this one.
         all_tiles = _tiles_of(every, n)
         tl.store(tile_count + n, tl.sum(all_tiles), tl.program_id(0) == 0)

@@ -23,6 +23,7 @@ from k3vl.kernels.moe.experts_kernel import (
     plan_kernel,
     route_kernel,
 )
+from k3vl.kernels.moe.joined import JOINED, JoinedShapes, joined_products
 from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.situ import SituGLU, caps
 
@@ -115,6 +116,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
         longest,
         PAIRS=pairs,
         E=num_experts,
+        NUM_WIDTHS=len(bounds),
         BY_PAIR=by_pair,
         BLOCK_P=max(16, triton.next_power_of_2(pairs)),
         BLOCK_E=triton.next_power_of_2(num_experts + 1),
@@ -168,6 +170,27 @@ def moe_experts_mxfp4_gpu(
             INNER=inner, WIDTH=latent, PACKED=packed, **shape,
         )  # fmt: skip
     _combine(outputs, weights, norm, eps, out)
+    return out
+
+
+def moe_experts_joined_gpu(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    stored: Mxfp4Experts,
+    activation: GatedActivation,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    shapes: JoinedShapes = JOINED,
+) -> torch.Tensor:
+    """:func:`moe_experts_mxfp4_gpu` with one product a step (``joined_kernel.py``)."""
+    check_experts(x, weights, experts, stored, norm)
+    tokens, top_k = experts.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    plan = plan_gpu(experts, stored.count)
+    _combine(joined_products(x, plan, stored, activation, top_k, shapes), weights, norm, eps, out)
     return out
 
 

@@ -4,12 +4,20 @@ Triton decides between compiler and interpreter when it is imported. Usage: moe_
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.experts import FloatExperts
-from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.gpu import (
+    moe_experts_gpu,
+    moe_experts_joined_gpu,
+    moe_experts_mxfp4_gpu,
+    plan_gpu,
+    route_gpu,
+)
+from k3vl.kernels.moe.joined import JOINED, JoinedShapes, can_join
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -19,6 +27,11 @@ ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat16 is not ours
 LIMIT = 8e-3 if ON_GPU else 5e-5  # the reference has its activation in float32, too
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
+
+WIDER = JoinedShapes(
+    gate_up={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.gate_up.items()},
+    down={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.down.items()},
+)
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -84,6 +97,10 @@ def check_experts(
     wide = x.double()
     want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
     close(f"mxfp4 {what}", got, want)
+    if can_join(packed, chosen.numel()):
+        for shapes in (JOINED, WIDER):
+            given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
+            close(f"joined {what}", moe_experts_joined_gpu(*given), want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
@@ -100,6 +117,9 @@ check_experts(5, (5, 32, 96), 2, False, SiluGLU())
 check_experts(40, (3, 64, 32), 2, True, SITU)
 check_experts(150, (2, 64, 32), 1, True, SITU)  # a full tile and its rest in one
 check_experts(300, (4, 32, 32), 1, False, SITU)
+check_experts(3, (5, 128, 384), 2, False, SITU)
+check_experts(40, (3, 256, 128), 2, True, SiluGLU())
+check_experts(150, (2, 128, 256), 1, True, SITU)
 if ON_GPU:
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)

@@ -39,5 +39,6 @@ def test_states_and_features_move_without_a_wait(packing, monkeypatch) -> None:
         cache.clear(slot)
         checkpoints.save(slot, kept)
         checkpoints.load(kept, slot)
-        cache.write_features([30, 31], rows)
-        assert cache.read_features([30, 31], 1, 4).shape == (3, TINY.hidden_size)
+        cache.write_features([([30, 31], rows)])
+        (some,) = cache.read_features([([30, 31], 1, 4)])
+        assert some.shape == (3, TINY.hidden_size)

@@ -1,0 +1,150 @@
+"""Launches of the products in ``joined_kernel.py``: one product a step, in place of eight."""
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.moe.joined_kernel import down_joined_kernel, gate_up_joined_kernel
+from k3vl.kernels.moe.plan import FULL
+from k3vl.kernels.situ import SituGLU, caps
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+    from k3vl.kernels.moe.plan import ExpertPlan, Tiles
+    from k3vl.kernels.situ import GatedActivation
+
+_STEP_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """How a product is cut.
+
+    Attributes:
+        rows: of weights in a block, 64 for four warps at least; half of them gates, half ups.
+        warps: of a block.
+        parts: of 128 columns in a step.
+        stages: steps whose loads are under way or done.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedShapes:
+    """By tile width, for the way in and the way back."""
+
+    gate_up: Mapping[int, Joined]
+    down: Mapping[int, Joined]
+
+
+JOINED = JoinedShapes(
+    gate_up={
+        16: Joined(rows=128, warps=4, stages=4),
+        32: Joined(rows=128, warps=4, stages=4),
+        64: Joined(rows=128, warps=4, stages=3),
+        128: Joined(rows=256, warps=8, stages=3),
+        160: Joined(rows=256, warps=8, stages=3),
+    },
+    down={
+        16: Joined(rows=128, warps=4, stages=4),
+        32: Joined(rows=128, warps=4, stages=4),
+        64: Joined(rows=128, warps=4, stages=3),
+        128: Joined(rows=256, warps=8, stages=3),
+        160: Joined(rows=256, warps=8, stages=3),
+    },
+)
+
+
+def can_join(stored: Mxfp4Experts, pairs: int) -> bool:
+    """Whether blocks fit into the experts' widths, and offsets into 32 bits."""
+    latent, inner = stored.latent, stored.inner
+    whole = latent % _STEP_COLUMNS == 0 and inner % _STEP_COLUMNS == 0
+    return whole and pairs * max(latent, inner) < 2**31
+
+
+def joined_products(
+    x: torch.Tensor,
+    plan: ExpertPlan,
+    stored: Mxfp4Experts,
+    activation: GatedActivation,
+    top_k: int,
+    shapes: JoinedShapes = JOINED,
+) -> torch.Tensor:
+    """Every pair's output by itself.
+
+    Args:
+        x: [N, L].
+        plan: of its pairs.
+        stored: the experts; see :func:`can_join`.
+        activation: theirs.
+        top_k: experts a token.
+        shapes: how the products are cut.
+
+    Returns:
+        [N k, L] by pair, in the dtype of ``x``.
+
+    Raises:
+        ShapeError: the widths are no multiples of 128.
+    """
+    latent, inner = stored.latent, stored.inner
+    pairs = x.shape[0] * top_k
+    if not can_join(stored, pairs):
+        raise ShapeError(f"joined products: L {latent}, I {inner}, {pairs} pairs")
+    split = x.view(-1, latent // _STEP_COLUMNS, 16, 8).transpose(2, 3).contiguous()
+    hidden = x.new_empty(pairs, inner)
+    outputs = x.new_empty(pairs, latent)
+    packed = x.dtype == torch.bfloat16 and x.is_cuda
+    for width, tiles in plan.tiles.items():
+        rows, constants = _constants(shapes.gate_up[width], width, 2 * inner, latent)
+        gate_up_joined_kernel[(2 * inner // rows, tiles.expert.numel())](
+            split, stored.w13, _words(stored.w13_scale), *_lists(plan, tiles), hidden, top_k,
+            *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
+            BM=rows // 2, PACKED=packed, **constants,
+        )  # fmt: skip
+    for width, tiles in plan.tiles.items():
+        rows, constants = _constants(shapes.down[width], width, latent, inner)
+        down_joined_kernel[(latent // rows, tiles.expert.numel())](
+            hidden, stored.w2, _words(stored.w2_scale), *_lists(plan, tiles), outputs,
+            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, **constants,
+        )  # fmt: skip
+    return outputs
+
+
+def _words(scale: torch.Tensor) -> torch.Tensor:
+    """Four scale bytes, of 128 columns, as a word."""
+    return scale.view(torch.int32)
+
+
+def _lists(plan: ExpertPlan, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    """What a product reads of the plan."""
+    return plan.order, tiles.expert, tiles.first, tiles.end, tiles.count
+
+
+def _constants(
+    shape: Joined, width: int, features: int, columns: int
+) -> tuple[int, dict[str, int]]:
+    """Rows of a block and launch constants; smaller where a block would not divide the matrix."""
+    rows, warps, parts = shape.rows, shape.warps, shape.parts
+    while features % rows:
+        rows, warps = rows // 2, max(4, warps // 2)
+    while columns % (parts * _STEP_COLUMNS):
+        parts //= 2
+    return rows, {
+        "BN": min(width, FULL),
+        "TAIL": max(0, width - FULL),
+        "PARTS": parts,
+        "COPIES": max(1, 32 * warps // (rows * parts)),
+        "num_warps": warps,
+        "num_stages": shape.stages,
+    }

@@ -1,0 +1,226 @@
+"""The grouped products over MXFP4 weights with one product a step, in place of eight.
+
+``experts_kernel.py`` multiplies eight times a step, and Triton drains the tensor cores after each:
+what an earlier product of the same step adds to is read by the next one. Here a step's words are
+repeated for each of the eight columns that they hold, every copy takes its own column out, and one
+product runs over all 128 columns: eight instructions of the tensor cores without a wait between
+them, and none before the next step has decoded its own words.
+
+For this a step's 128 columns of a token lie together, by n and then j: tokens come as
+[rows, width / 128, 8, 16]. Gate and up are one product: eight rows of gates, then the same eight of
+ups, so that both halves of a feature end in one thread.
+
+Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
+"""
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from k3vl.kernels.moe.experts_kernel import _glu
+
+
+def _decoder() -> str:
+    """Machine code that decodes a thread's share of [64, 128] columns; see ``DECODE``."""
+    lines = [
+        "{",
+        ".reg .b32 m, s, t, near, far, f<4>;",
+        "mov.u32 t, %laneid;",
+        "shr.b32 t, t, 1;",
+        "and.b32 t, t, 1;",
+        "mad.lo.u32 near, t, 0x0101, 0x4040;",  # bytes j / 4 and zero, twice
+        "add.u32 far, near, 0x0202;",
+    ]
+    for q in range(4):
+        row, half = q % 2, q // 2
+        lines += [
+            f"prmt.b32 f{q}, ${96 + 2 * row}, 0, {'far' if half else 'near'};",
+            f"mad.lo.u32 f{q}, f{q}, 128, 0x3f003f00;",
+        ]
+    for out in range(32):
+        q, n = out % 4, out // 4
+        word = f"${32 + 2 * q + n // 4}"
+        if n % 4 == 3:
+            lines += [
+                f"shr.b32 m, {word}, 4;",
+                "and.b32 m, m, 0x00C000C0;",
+                f"shr.b32 s, {word}, 5;",
+                "lop3.b32 m, s, 0x01000100, m, 0xEA;",
+                f"shl.b32 s, {word}, 1;",
+                "lop3.b32 m, s, 0x80008000, m, 0xEA;",
+            ]
+        else:
+            lines += [f"shl.b32 m, {word}, {3 * (n % 4)};", "and.b32 m, m, 0x81C081C0;"]
+        lines.append(f"mul.rn.bf16x2 ${out}, m, f{q};")
+    return "\n".join([*lines, "}"])
+
+
+DECODE = tl.constexpr(_decoder())
+"""Words and scales of 64 elements of a thread, in the order of the product's left operand: two
+neighbouring columns j, rows r and r + 8, columns j and j + 8, then n. ``mxfp4.py`` has the bits.
+"""
+REGISTERS = tl.constexpr(",".join(["=r"] * 32 + ["r"] * 128))
+
+
+@triton.jit
+def _step(
+    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
+    COPIES: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Decoded columns of the words from word ``k`` on, [M, PARTS * 128], each part by n, then j."""
+    COLUMNS: tl.constexpr = PARTS * 128
+    # A load of fewer elements than threads would be laid out badly: some elements are read twice.
+    o_g = tl.arange(0, PARTS * COPIES) // COPIES
+    groups = tl.load(scale + rows[:, None] * (WORDS // 16) + k // 16 + o_g[None, :])
+    groups = tl.broadcast_to(groups[:, :, None], (M, PARTS * COPIES, 128 // COPIES))
+    groups = groups.reshape(M, COLUMNS)
+    if PACKED:
+        codes = tl.load(w + rows[:, None] * WORDS + k + tl.arange(0, PARTS * 16)[None, :])
+        codes = codes.reshape(M, PARTS, 1, 16)
+        codes = tl.broadcast_to(codes, (M, PARTS, 8, 16)).reshape(M, COLUMNS)
+        values = tl.inline_asm_elementwise(
+            DECODE, REGISTERS, [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=64
+        )
+    else:
+        o_c = tl.arange(0, COLUMNS)
+        n, j = o_c // 16 % 8, o_c // 128 * 16 + o_c % 16
+        at = j // 2 * 2 + n // 4
+        u = tl.load(w + rows[:, None] * WORDS + k + at[None, :])
+        u = (u >> (j % 2 * 16)[None, :]) & 0xFFFF
+        f = (n % 4)[None, :]
+        sign = tl.where(f == 3, u >> 14, (u << (3 * f)) >> 15) & 1
+        size = tl.where(f == 3, ((u >> 11) & 4) | ((u >> 10) & 3), ((u << (3 * f)) >> 6) & 7)
+        code = ((sign << 31) | (size << 22)).to(tl.float32, bitcast=True)
+        byte = (groups >> (j // 4 % 4 * 8)[None, :]) & 0xFF
+        values = (code * 8.507059173023462e37 * (byte << 23).to(tl.float32, bitcast=True)).to(DTYPE)
+    return values
+
+
+@triton.jit
+def gate_up_joined_kernel(
+    x, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out, top_k,
+    beta, linear_beta,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """``out[pair] = glu(W1 x, W3 x)`` for BM features and one tile of BN + TAIL pairs.
+
+    x [N, WIDTH / 128, 8, 16]; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
+    words of four bytes; out [N k, INNER / 128, 8, 16] in sorted order.
+    """
+    tile = tl.program_id(1)
+    if tile >= tl.load(tile_count):
+        return
+    WORDS: tl.constexpr = WIDTH // 8
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_first + tile)
+    end = tl.load(tile_end + tile)
+    o_p = first + tl.arange(0, BN)
+    there = o_p < end
+    token = tl.load(order + o_p, there, 0) // top_k
+    o_m = tl.arange(0, 2 * BM)
+    feature = tl.program_id(0) * BM + o_m // 16 * 8 + o_m % 8
+    rows = expert.to(tl.int64) * (2 * INNER) + feature + o_m // 8 % 2 * INNER
+    o_c = tl.arange(0, PARTS * 128)
+    x_at = token[None, :] * WIDTH + o_c[:, None]
+    dtype: tl.constexpr = out.dtype.element_ty
+    acc = tl.zeros([2 * BM, BN], tl.float32)
+    if TAIL:
+        o_t = first + BN + tl.arange(0, TAIL)
+        more = o_t < end
+        token = tl.load(order + o_t, more, 0) // top_k
+        t_at = token[None, :] * WIDTH + o_c[:, None]
+        tail = tl.zeros([2 * BM, TAIL], tl.float32)
+    for k in range(0, WORDS, PARTS * 16):
+        v = _step(w, scale, rows, k, WORDS, 2 * BM, PARTS, COPIES, PACKED, dtype)
+        if TAIL:
+            tokens = tl.load(x + (t_at + k * 8), more[None, :], 0)
+            tail = tl.dot(v, tokens, tail, input_precision="ieee")
+        tokens = tl.load(x + (x_at + k * 8), there[None, :], 0)
+        acc = tl.dot(v, tokens, acc, input_precision="ieee")
+    _store_glu(acc, out, o_p, there, beta, linear_beta, INNER, SITU, BM, BN)
+    if TAIL:
+        _store_glu(tail, out, o_t, more, beta, linear_beta, INNER, SITU, BM, TAIL)
+
+
+@triton.jit
+def _situ(gate, up, beta, linear_beta):
+    """``_glu`` of SiTU with one division in place of three.
+
+    Exponents are held below 28, so that the product of the three denominators is a float32;
+    beyond, what they stand for is less than 1e-12 away from its limit.
+    """
+    e = tl.exp(tl.minimum(-gate, 28.0))
+    f = tl.exp(tl.minimum(gate * (-2 / beta), 28.0))
+    g = tl.exp(tl.minimum(up * (-2 / linear_beta), 28.0))
+    return (beta * linear_beta) * ((1 - f) * (1 - g)) / ((1 + e) * ((1 + f) * (1 + g)))
+
+
+@triton.jit
+def _store_glu(
+    acc, out, o_p, there, beta, linear_beta,
+    INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Activate [2 BM, BN] and write [BM, BN] to where the second product looks for it."""
+    both = acc.reshape(BM // 8, 2, 8, BN).permute(0, 2, 3, 1)
+    gate, up = tl.split(both)
+    if SITU:
+        y = _situ(gate, up, beta, linear_beta)
+    else:
+        y = _glu(gate, up, beta, linear_beta, SITU)
+    y = y.reshape(BM, BN).to(out.dtype.element_ty)
+    # Stored feature f is column 8 j + n of the next product, f = n (INNER / 8) + j.
+    o_f = tl.program_id(0) * BM + tl.arange(0, BM)
+    n, j = o_f // (INNER // 8), o_f % (INNER // 8)
+    place = j // 16 * 128 + n * 16 + j % 16
+    tl.store(out + o_p[None, :].to(tl.int64) * INNER + place[:, None], y, there[None, :])
+
+
+@triton.jit
+def down_joined_kernel(
+    h, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """``out[pair] = W2 h`` for BM features and one tile of BN + TAIL pairs.
+
+    h [N k, INNER / 128, 8, 16] in sorted order; w [E, WIDTH, INNER / 8] words; scale
+    [E, WIDTH, INNER / 128] words of four bytes; out [N k, WIDTH] by pair.
+    """
+    tile = tl.program_id(1)
+    if tile >= tl.load(tile_count):
+        return
+    WORDS: tl.constexpr = INNER // 8
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_first + tile)
+    end = tl.load(tile_end + tile)
+    o_p = first + tl.arange(0, BN)
+    there = o_p < end
+    o_f = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = expert.to(tl.int64) * WIDTH + o_f
+    o_c = tl.arange(0, PARTS * 128)
+    h_at = o_p[None, :] * INNER + o_c[:, None]
+    dtype: tl.constexpr = out.dtype.element_ty
+    acc = tl.zeros([BM, BN], tl.float32)
+    if TAIL:
+        o_t = first + BN + tl.arange(0, TAIL)
+        more = o_t < end
+        t_at = o_t[None, :] * INNER + o_c[:, None]
+        tail = tl.zeros([BM, TAIL], tl.float32)
+    for k in range(0, WORDS, PARTS * 16):
+        v = _step(w, scale, rows, k, WORDS, BM, PARTS, COPIES, PACKED, dtype)
+        if TAIL:
+            tokens = tl.load(h + (t_at + k * 8), more[None, :], 0)
+            tail = tl.dot(v, tokens, tail, input_precision="ieee")
+        tokens = tl.load(h + (h_at + k * 8), there[None, :], 0)
+        acc = tl.dot(v, tokens, acc, input_precision="ieee")
+    pair = tl.load(order + o_p, there, 0).to(tl.int64)
+    to = out + pair[None, :] * WIDTH + o_f[:, None]
+    tl.store(to, acc.to(dtype), there[None, :])
+    if TAIL:
+        pair = tl.load(order + o_t, more, 0).to(tl.int64)
+        to = out + pair[None, :] * WIDTH + o_f[:, None]
+        tl.store(to, tail.to(dtype), more[None, :])
