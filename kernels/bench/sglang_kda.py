@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from k3vl.kernels.bench.case import Work
 from k3vl.kernels.bench.peers import named
@@ -255,9 +256,16 @@ def _convolution(
 
 
 def _as_projected(args: Inputs) -> Inputs:
-    """Its decay comes from a projection of its own; the others are columns of a wider one."""
+    """As its model has them: qkv and gate of one projection, decay alone, write behind a third.
+
+    Its rows begin at multiples of 16 bytes, which its CUDA kernels count on.
+    """
     qkv, gate, decay, write = args
-    return qkv, gate, decay.contiguous(), write
+    heads = write.shape[1]
+    wide = torch.cat([qkv, gate], 1)
+    narrow = pad(write, (128, -heads % 8))
+    qkv, gate = wide.split([qkv.shape[1], gate.shape[1]], 1)
+    return qkv, gate, decay.contiguous(), narrow.narrow(1, 128, heads)
 
 
 def _from_start(work: Callable[[], torch.Tensor], pool: _Pool, begin: _Pool) -> torch.Tensor:
