@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from k3vl.config import TextConfig
     from k3vl.lm.packing import States
 
-FeatureRows: TypeAlias = "tuple[Sequence[int], int, int]"
+FeatureRows: TypeAlias = tuple[tuple[int, ...], int, int]
 """Units of an encoder output, and which of its rows: from the first to before the last."""
 
 TILE = 16
@@ -210,7 +210,7 @@ class HybridCache:
         """All bytes of units, in their order, [N] uint8."""
         return self.units.index_select(0, self._ship(units)).view(torch.uint8).flatten()
 
-    def write_features(self, made: Sequence[tuple[Sequence[int], torch.Tensor]]) -> None:
+    def write_features(self, made: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> None:
         """Store encoder outputs, each [M, D], in units of their own."""
         if made:
             where = self._feature_index([(units, 0, len(rows)) for units, rows in made])
