@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import queue
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -124,6 +125,26 @@ class Generation:
         self._reasoning += was_thinking + self._thinking * (len(token_ids) - 1)
         return events
 
+    def feed_all(self, items: Iterable[Token | K3VLError]) -> tuple[list[Event], K3VLError | None]:
+        """Take several; their events, and the error that came behind them."""
+        events: list[Event] = []
+        run: list[int] = []
+        for item in items:
+            token_id = self.in_run(item)
+            if token_id is not None and not self.done:
+                run.append(token_id)
+                continue
+            if run:
+                events += self.feed_run(run)
+                run = []
+            if self.done:
+                break
+            try:
+                events += self.feed(item)
+            except K3VLError as exc:
+                return events, exc
+        return events + (self.feed_run(run) if run else []), None
+
     def in_run(self, item: Token | K3VLError) -> int | None:
         """The token's id if it is one of those that :meth:`feed_run` takes.
 
@@ -211,6 +232,35 @@ def confidence_of(events: Iterable[Event]) -> float | None:
     return math.exp(sum(logprobs) / len(logprobs)) if logprobs else None
 
 
+class Delivery:
+    """Carries items from the backend's thread to one that waits for them.
+
+    Args:
+        whole: all together, when the last has come: to wake a thread for every token costs more
+            than to read it.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+        self._held: list[Token | K3VLError] = []
+        self._sent: queue.SimpleQueue[list[Token | K3VLError]] = queue.SimpleQueue()
+
+    def put(self, item: Token | K3VLError) -> None:
+        """Add an item, on the backend's thread."""
+        self._held.append(item)
+        if not self._whole or isinstance(item, K3VLError) or item.finish is not None:
+            held, self._held = self._held, []
+            self._sent.put(held)
+
+    def take(self, seconds: float | None) -> list[Token | K3VLError]:
+        """Wait for items.
+
+        Raises:
+            queue.Empty: none have come within ``seconds``.
+        """
+        return self._sent.get(timeout=seconds)
+
+
 class Inbox:
     """Carries items from the backend's thread to an event loop, many with one wake-up."""
 
@@ -251,7 +301,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
         """Lists of the events that have come up since the last."""
         while not self._generation.done:
-            events, error = self._feed(await self._inbox.take())
+            events, error = self._generation.feed_all(await self._inbox.take())
             if events:
                 yield events
             if error is not None:
@@ -262,24 +312,3 @@ class Answer:
     def close(self) -> None:
         """Cancel the generation, unless it has ended."""
         self._cancel()
-
-    def _feed(self, items: Iterable[Token | K3VLError]) -> tuple[list[Event], K3VLError | None]:
-        """The events of some items, and the error that came behind them."""
-        events: list[Event] = []
-        run: list[int] = []
-        generation = self._generation
-        for item in items:
-            token_id = generation.in_run(item)
-            if token_id is not None and not generation.done:
-                run.append(token_id)
-                continue
-            if run:
-                events += generation.feed_run(run)
-                run = []
-            if generation.done:
-                break
-            try:
-                events += generation.feed(item)
-            except K3VLError as exc:
-                return events, exc
-        return events + (generation.feed_run(run) if run else []), None

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
-from k3vl.generation import Answer, Generation, Inbox, confidence_of
+from k3vl.generation import Answer, Delivery, Generation, Inbox, confidence_of
 from k3vl.lm.backend import HoldsFeatures, ReportsStats, TakesWeights
 from k3vl.prompt import PromptWriter
 from k3vl.types import (
@@ -366,7 +366,7 @@ class Pipeline:
         Raises:
             K3VLError: whatever went wrong; ``CapacityError`` when it takes longer than ``seconds``.
         """
-        events = list(self._events(prepared, seconds))
+        events = list(self._events(prepared, seconds, whole=True))
         answer, last = collect(events), events[-1]
         assert isinstance(last, Finish)
         assert last.usage is not None
@@ -433,14 +433,24 @@ class Pipeline:
             sampling = replace(sampling, seed=sampling.seed + index)
         return generation, self.backend.submit(prepared.prompt, sampling, sink)
 
-    def _events(self, prepared: Prepared, seconds: float | None = None) -> Iterator[Event]:
+    def _events(
+        self, prepared: Prepared, seconds: float | None = None, *, whole: bool = False
+    ) -> Iterator[Event]:
+        """Steps 4 to 6; ``whole`` where nobody reads them before the last.
+
+        With a stop string the answer may end before the backend would end it, so that every token
+        is looked at when it comes.
+        """
         end = None if seconds is None else time.monotonic() + seconds
-        inbox: queue.SimpleQueue[Token | K3VLError] = queue.SimpleQueue()
-        generation, request_id = self._begin(prepared, inbox.put)
+        delivery = Delivery(whole=whole and not prepared.request.sampling.stop)
+        generation, request_id = self._begin(prepared, delivery.put)
         try:
             while not generation.done:
                 left = None if end is None else max(end - time.monotonic(), 0.0)
-                yield from generation.feed(inbox.get(timeout=left))
+                events, error = generation.feed_all(delivery.take(left))
+                yield from events
+                if error is not None:
+                    raise error
         except queue.Empty:
             raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:

@@ -18,8 +18,8 @@ def upload(*values: ArrayLike, device: torch.device) -> list[torch.Tensor]:
     until the stream has come to it, behind all that was launched before.
     """
     arrays = [np.asarray(value, np.int64) for value in values]
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    flat = torch.from_numpy(np.concatenate(arrays, axis=None))
     if device.type == "cuda":
         flat = flat.pin_memory()  # its memory is used again when the copy is over
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    parts = flat.to(device, non_blocking=True).split_with_sizes([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

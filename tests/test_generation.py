@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import queue
 
 import pytest
 
 from k3vl.errors import BackendError
-from k3vl.generation import Answer, Generation, Inbox, StopStrings
+from k3vl.generation import Answer, Delivery, Generation, Inbox, StopStrings
 from k3vl.lm.backend import Token
 from k3vl.types import (
     ChatOptions,
@@ -180,3 +181,19 @@ def test_tokens_that_pile_up_change_nothing(size: int, stop: tuple[str, ...]) ->
     ones = run(text + "<|end_of_msg|>", stop=stop)[-1].usage
     assert events[-1].usage.completion_tokens == ones.completion_tokens
     assert events[-1].usage.reasoning_tokens == ones.reasoning_tokens
+
+
+def test_a_whole_answer_is_one_delivery() -> None:
+    whole, each = Delivery(whole=True), Delivery(whole=False)
+    tokens = [Token(id=5), Token(id=6), Token(id=7, finish="length")]
+    for token in tokens:
+        whole.put(token)
+        each.put(token)
+    assert whole.take(0) == tokens
+    assert [each.take(0) for _ in tokens] == [[token] for token in tokens]
+    whole.put(tokens[0])
+    with pytest.raises(queue.Empty):
+        whole.take(0.001)
+    error = BackendError("gone")
+    whole.put(error)
+    assert whole.take(None) == [tokens[0], error]

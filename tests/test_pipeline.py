@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from k3vl.config import load_config, load_media_config
-from k3vl.errors import BackendError, MediaError, TemplateError
+from k3vl.errors import BackendError, CapacityError, MediaError, TemplateError
 from k3vl.pipeline import Pipeline, Reply
 from k3vl.types import ChatOptions, Content, Finish, MediaPart, Message, SamplingParams, TextPart
 from k3vl.vision.processor import MediaProcessor
@@ -149,6 +149,17 @@ def test_backend_errors_reach_the_caller_and_cancel() -> None:
     with pytest.raises(BackendError, match="gone"):
         pipe.reply("hi")
     assert pipe.backend.cancelled == [0]
+
+
+def test_a_stop_string_ends_a_reply_that_the_backend_would_go_on_with() -> None:
+    pipe = pipeline("A cat. ", finish=None)
+    reply = pipe.reply("hi", sampling=SamplingParams(stop=("cat",)))
+    assert (reply.content, reply.finish) == ("A ", "stop")
+    assert pipe.backend.cancelled == [0]
+    prepared = pipe.prepare(pipe.request("hi"))
+    with pytest.raises(CapacityError, match="no answer within"):
+        pipe.complete(prepared, seconds=0.05)
+    assert pipe.backend.cancelled == [0, 1]
 
 
 def test_replies_keep_their_order_and_errors_stay_with_their_request() -> None:

@@ -117,7 +117,7 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
     on_device = upload(
         [t for row in rows for t in _padded_ids(row)],
         feature_rows,
-        [row.slot for row in rows],
+        cache.cells_on_host([row.slot for row in rows]),
         begins,
         ends,
         np.concatenate(new),
@@ -133,7 +133,7 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
         features=torch.cat(features) if features else None,
         num_decodes=num_decodes,
         prefill_lens=tuple(lens[num_decodes:]),
-        cells=cache.cells_of(on_device[2]),
+        cells=on_device[2],
         cu_seqlens=on_device[3],
         ends=on_device[4],
         cache_rows=on_device[5],

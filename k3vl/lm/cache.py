@@ -15,7 +15,7 @@ a slot), and nothing ever has to be contiguous or to move.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,14 @@ from k3vl.lm.packing import packed_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from k3vl.config import TextConfig
     from k3vl.lm.packing import States
 
-FeatureRows: TypeAlias = "tuple[Sequence[int], int, int]"
+Integers = TypeVar("Integers", "NDArray[np.int64]", torch.Tensor)
+
+FeatureRows: TypeAlias = tuple[tuple[int, ...], int, int]
 """Units of an encoder output, and which of its rows: from the first to before the last."""
 
 TILE = 16
@@ -178,18 +182,27 @@ class HybridCache:
         self.layers = tuple(layers)
         self.rows_per_unit = sizes.unit_bytes // (width * item)
         self._kda_shape = (kda, linear.num_heads)
+        self._per_unit = sizes.cells_per_unit
 
     def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
         """Cells of every slot (its units), as [KDA layers, B, H] int64."""
-        return self.cells_of(upload(slots, device=self.buffer.device)[0])
+        return upload(self.cells_on_host(slots), device=self.buffer.device)[0]
+
+    def cells_on_host(self, slots: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """As :meth:`cells`, for a copy with other things."""
+        units = np.array(slots, np.int64)
+        return self._cells_in(units[..., None] * self._per_unit + np.arange(self._per_unit))
 
     def cells_of(self, units: torch.Tensor) -> torch.Tensor:
         """As :meth:`cells`, of units [B, U] int64 on the device; those below 0 have none, < 0."""
+        inside = torch.arange(self._per_unit, device=units.device)
+        return self._cells_in(units[..., None] * self._per_unit + inside).contiguous()
+
+    def _cells_in(self, cells: Integers) -> Integers:
+        """[B, U, cells in a unit] to [KDA layers, B, H]; a slot's last unit may have some over."""
         layers, heads = self._kda_shape
-        per_unit = self.sizes.cells_per_unit
-        inside = torch.arange(per_unit, device=self.buffer.device)
-        cells = (units.unsqueeze(-1) * per_unit + inside).flatten(1)[:, : layers * heads]
-        return cells.view(-1, layers, heads).transpose(0, 1).contiguous()
+        held = cells.reshape(len(cells), -1)[:, : layers * heads]
+        return held.reshape(-1, layers, heads).swapaxes(0, 1)
 
     def clear(self, units: Sequence[int]) -> None:
         """Make slots the states of empty sequences."""
@@ -212,7 +225,7 @@ class HybridCache:
         """All bytes of units, in their order, [N] uint8."""
         return self.units.index_select(0, self._upload(units)).view(torch.uint8).flatten()
 
-    def write_features(self, made: Sequence[tuple[Sequence[int], torch.Tensor]]) -> None:
+    def write_features(self, made: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> None:
         """Store encoder outputs, each [M, D], in units of their own."""
         if made:
             where = self._feature_index([(units, 0, len(rows)) for units, rows in made])

@@ -12,6 +12,7 @@ nothing and its token goes nowhere (``kda_decode``, ``mla_store`` and ``mla_deco
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -220,19 +221,24 @@ class _Inputs:
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Put a step's rows in; what is left is padding."""
-        to, count, sizes = self._to, len(rows), self.cache.sizes
+        to, count, size = self._to, len(rows), self.cache.sizes.page_size
         to["token_ids"][count:] = to["lens"][count:] = 0
         to["cache_rows"][count:] = to["units"][count:] = -1
         longest = 0
-        for i, row in enumerate(rows):
-            assert len(row.token_ids) == row.num_rows == 1
-            at, used = row.context_len, sizes.pages(row.context_len + 1)
-            begins = np.array(row.pages[:used], np.int64) * self.cache.rows_per_unit
-            to["token_ids"][i], to["lens"][i] = row.token_ids[0], at + 1
-            to["cache_rows"][i] = begins[at // sizes.page_size] + at % sizes.page_size
-            to["units"][i] = row.slot
-            to["pages"][:used, i] = begins
-            longest = max(longest, used)
+        if rows:
+            assert all(row.num_rows == 1 for row in rows)
+            at = np.array([row.context_len for row in rows])
+            used = at // size + 1
+            longest = int(used.max())
+            begins = np.zeros((count, longest), np.int64)
+            pages = [row.pages[:own] for row, own in zip(rows, used.tolist(), strict=True)]
+            begins[np.arange(longest) < used[:, None]] = list(chain.from_iterable(pages))
+            begins *= self.cache.rows_per_unit
+            to["token_ids"][:count, 0] = [row.token_ids[0] for row in rows]
+            to["lens"][:count, 0] = at + 1
+            to["cache_rows"][:count, 0] = begins[np.arange(count), used - 1] + at % size
+            to["units"][:count] = [row.slot for row in rows]
+            to["pages"][:longest, :count] = begins.T
         end = self._fixed + longest * self.size
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 

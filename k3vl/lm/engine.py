@@ -361,7 +361,7 @@ class Engine:
 
     def _take_features(self, *, wait: bool) -> None:
         """Keep what has been encoded; requests whose media could not be end."""
-        ready: list[tuple[Ordered[int], torch.Tensor]] = []
+        ready: list[tuple[tuple[int, ...], torch.Tensor]] = []
         for feature, made in self.encoding.take(wait=wait):
             if not feature.entry.kept:
                 continue  # all who wanted it have left

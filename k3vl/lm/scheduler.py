@@ -239,9 +239,11 @@ class Scheduler:
 
         That one is then asked to leave a checkpoint where the two part.
         """
+        if not self.reuse:
+            return False
         limit = (sequence.num_prefill - 1) // self._page
         for other in self.running:
-            if other.is_decoding or not self.reuse:
+            if other.is_decoding:
                 continue
             common = _common(sequence.keys[:limit], other.keys)
             if common > max(len(match.path), other.num_cached // self._page):
@@ -355,7 +357,8 @@ class Scheduler:
 
     def _look_ahead(self) -> None:
         """Have media made that prompts will come to, as far as nobody must give way for them."""
-        for sequence in sorted(self.running, key=lambda other: other.order):
+        ahead = [sequence for sequence in self.running if not sequence.is_decoding]
+        for sequence in sorted(ahead, key=lambda other: other.order):
             for index in sequence.overlapping(sequence.num_cached, sequence.num_prompt):
                 units = self.sizes.feature_units(sequence.media[index].num_tokens)
                 if index not in sequence.pinned and not (
@@ -368,6 +371,8 @@ class Scheduler:
         item = sequence.media[index]
         feature = self.features.pin(item)
         if feature is None:
+            if self._encoder_full:
+                return False
             patches = sum(made.item.patches for made in self._making) + item.patches
             # Small items do not pass by a large one for ever.
             self._encoder_full |= bool(self._making) and patches > self.max_step_patches

@@ -54,7 +54,8 @@ class Watched:
 def watching(logits: torch.Tensor, choosers) -> list[int]:
     """Choose, and show who watches its row."""
     for row, chooser in zip(logits, choosers, strict=True):
-        chooser.logits.append(row.clone())
+        if isinstance(chooser, Watched):
+            chooser.logits.append(row.clone())
     return choose(logits, choosers)
 
 
