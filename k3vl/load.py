@@ -17,6 +17,7 @@ from k3vl.checkpoint_summary import summarise_checkpoint
 from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.errors import CapacityError, ConfigError, WeightError
 from k3vl.kernels.choice import choose
+from k3vl.kernels.recording import GraphRunner
 from k3vl.lm.encoding import EncodeInStep, EncodeOnStream, EncodeOnThread
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
@@ -92,8 +93,15 @@ class WeightLoader:
         model = load_model(
             reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device
         )
-        join = pin_patches if self.device.type == "cuda" else join_patches
-        return model, VisionEncoder(tower, projector, max_patches_per_batch=self.batch, join=join)
+        cuda = self.device.type == "cuda"
+        encoder = VisionEncoder(
+            tower,
+            projector,
+            max_patches_per_batch=self.batch,
+            join=pin_patches if cuda else join_patches,
+            runner=GraphRunner() if cuda and self.kernels.recordable else None,
+        )
+        return model, encoder
 
     def load_beside(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
         """As :meth:`load`, for weights that are to take the place of running ones.

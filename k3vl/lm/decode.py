@@ -13,11 +13,12 @@ nothing and its token goes nowhere (``kda_decode``, ``mla_store`` and ``mla_deco
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from k3vl.kernels.recording import GraphRunner
 from k3vl.lm.batch import Batch, build_batch
 from k3vl.lm.sampler import (
     GREEDY,
@@ -31,15 +32,13 @@ from k3vl.lm.sampler import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from k3vl.kernels.recording import Runner, Step
     from k3vl.lm.batch import Row
     from k3vl.lm.cache import HybridCache
     from k3vl.lm.model import K3Model
     from k3vl.lm.sampler import Ask, Chooser
-
-Step: TypeAlias = "Callable[[], torch.Tensor]"
-"""Work whose inputs lie in the same memory each time."""
 
 
 class Decode(Protocol):
@@ -84,60 +83,6 @@ def decoder(model: K3Model, cache: HybridCache) -> Decode:
 
 
 # ------------------------------------------------------------------ recorded steps
-
-
-class Runner(Protocol):
-    """Makes steps ready to be repeated."""
-
-    def make(self, step: Step) -> Step:
-        """What does the same as ``step`` each time it is called; its result stays where it is.
-
-        Called while the inputs are padding: it may do ``step`` any number of times.
-        """
-
-
-class EagerRunner:
-    """Repeats a step by doing it again, into the same memory."""
-
-    def make(self, step: Step) -> Step:
-        """See :class:`Runner`."""
-        out = step()
-
-        @torch.inference_mode()
-        def again() -> torch.Tensor:
-            return out.copy_(step())
-
-        return again
-
-
-class GraphRunner:
-    """Records a step as a CUDA graph; all graphs share one pool of memory.
-
-    Recorded when first wanted and not at start: every size costs seconds of compiling and capturing
-    a whole model, and one caption needs one of them.
-    """
-
-    def __init__(self) -> None:
-        """An empty pool."""
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def make(self, step: Step) -> Step:
-        """See :class:`Runner`."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()  # compiles kernels and loads libraries, which cannot be recorded
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # The encoder's thread may allocate meanwhile: that is none of this capture's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = step()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return out
-
-        return replay
 
 
 class StaticDecode:

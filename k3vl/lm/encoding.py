@@ -196,10 +196,11 @@ class EncodeOnThread:
 
 
 class EncodeOnStream:
-    """Encodes in one batch on a CUDA stream of its own.
+    """Encodes in one batch on a CUDA stream of its own; not measured yet.
 
     The engine's thread launches, the work goes on beside the engine's own stream. It is that stream
-    which waits for rows, on the device: the host never does.
+    which waits for rows, on the device: the host never does. An encoder that replays recorded
+    passes copies rows out of their memory on this stream, so the next replay comes behind.
 
     Args:
         encoder: of models on the current CUDA device.

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from k3vl.errors import ShapeError
+from k3vl.vision.repeats import Repeats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from k3vl.kernels.recording import Runner
     from k3vl.types import EncoderItem
     from k3vl.vision.projector import PatchMerger
     from k3vl.vision.tower import VisionTower
@@ -50,6 +52,7 @@ class VisionEncoder:
             None takes one item at a time.
         join: a batch's patches, one after the other in host memory: :func:`join_patches`, or
             :func:`pin_patches` where they go to a device.
+        runner: records batches whose grids come again; None runs every batch by itself.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class VisionEncoder:
         *,
         max_patches_per_batch: int | None = None,
         join: Callable[[Sequence[np.ndarray]], torch.Tensor] = join_patches,
+        runner: Runner | None = None,
     ) -> None:
         self.tower = tower
         self.projector = projector
         self.max_patches_per_batch = max_patches_per_batch
         self.join = join
+        self.repeats = Repeats(tower, projector, runner) if runner is not None else None
 
     def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
         """Compute the features of every item, in order.
@@ -76,11 +81,13 @@ class VisionEncoder:
         Raises:
             ShapeError: an item's patches, grid and token count disagree.
         """
-        distinct = {item.digest: item for item in items}
-        for item in distinct.values():
+        distinct = list({item.digest: item for item in items}.values())
+        for item in distinct:
             _check(item)
+        if self.repeats is not None:  # so that the same grids are the same batch
+            distinct.sort(key=lambda item: item.grid_thw)
         features: dict[str, torch.Tensor] = {}
-        for batch in self._batches(list(distinct.values())):
+        for batch in self._batches(distinct):
             for item, rows in zip(batch, self._compute(batch), strict=True):
                 features[item.digest] = rows
         return [features[item.digest] for item in items]
@@ -102,10 +109,15 @@ class VisionEncoder:
     @torch.no_grad()
     def _compute(self, batch: Sequence[EncoderItem]) -> list[torch.Tensor]:
         patches = self.join([item.patches for item in batch])
-        merged = self.tower(patches, [item.grid_thw for item in batch])
-        rows = torch.split(self.projector(merged), [item.num_tokens for item in batch])
-        # Slices would keep the whole batch alive as long as one of them is used.
-        return [part.clone() for part in rows] if len(rows) > 1 else list(rows)
+        grids = [item.grid_thw for item in batch]
+        sizes = [item.num_tokens for item in batch]
+        if self.repeats is not None:
+            rows = self.repeats.run(patches, grids)[: sum(sizes)]
+        else:
+            rows = self.projector(self.tower(patches, grids))
+        # Slices would keep the whole batch alive as long as one of them is used; and of a recorded
+        # one they would not last.
+        return [part.clone() for part in torch.split(rows, sizes)]
 
 
 def _check(item: EncoderItem) -> None:

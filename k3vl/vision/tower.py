@@ -195,13 +195,18 @@ class VisionTower(nn.Module):
             return self.kernels.normalise_pixels(patches, self.mean, self.std, dtype)
         return patches.flatten(1).to(dtype)
 
+    @property
+    def positions_version(self) -> tuple[object, ...]:
+        """Another one, once the table that plans are made from has changed."""
+        table = self.position_table
+        return (table.data_ptr(), table._version, table.dtype, table.device)
+
     def _plan(self, grid: Grid) -> GridPlan:
         """Positions of one item; kept, the last used longest, unless the table is being trained."""
         table = self.position_table
         if table.requires_grad:
             return self._make_plan(grid)
-        made_from = (table.data_ptr(), table._version, table.dtype, table.device)
-        if made_from != self._planned:
+        if (made_from := self.positions_version) != self._planned:
             self._plans, self._planned = {}, made_from
         if (plan := self._plans.pop(grid, None)) is None:
             plan = self._make_plan(grid)

@@ -9,7 +9,7 @@ import random
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,14 +20,18 @@ from PIL import Image
 
 from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.kernels.choice import choose
+from k3vl.kernels.recording import EagerRunner, GraphRunner
 from k3vl.lm.encoding import EncodeInStep, EncodeOnStream
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.tier import HostTier
 from k3vl.load import WeightLoader
 from k3vl.pipeline import Pipeline
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
+from k3vl.vision.encoder import VisionEncoder, pin_patches
+from k3vl.vision.repeats import filled_up
 from tests.lm.test_encoding import take_all, wanted
 from tests.lm.test_engine import Inbox
+from tests.vision.test_encoder import item as drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -240,6 +244,90 @@ def test_new_weights_come_after_what_the_old_ones_still_make(
         assert ask(runner, prompts[number + 3]) == want[number + 3]
 
 
+# ------------------------------------------------------------------ grids that come again
+
+SMALL, WIDE, CLIP, LARGE = (1, 16, 16), (1, 12, 20), (4, 8, 8), (1, 48, 48)
+BATCHES = [
+    *([SMALL], [WIDE], [SMALL] * 5, [SMALL, WIDE], [WIDE] * 2, [CLIP]),
+    *([SMALL] * 6, [LARGE], [CLIP, SMALL, SMALL, WIDE], [SMALL] * 16),
+]
+"""Alone, several, filled up, mixed: every one shares memory with the others."""
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["single", "half"])
+def pair(request: pytest.FixtureRequest) -> tuple[VisionEncoder, VisionEncoder]:
+    """Encoders of the same weights whose batches are alike: done again, and replayed."""
+    _, plain = loader(request.param).load(checkpoint_path("demo"))
+    eager, graphs = (
+        VisionEncoder(
+            plain.tower,
+            plain.projector,
+            max_patches_per_batch=4096,
+            join=pin_patches,
+            runner=runner,
+        )
+        for runner in (EagerRunner(), GraphRunner())
+    )
+    return eager, graphs
+
+
+def test_replays_are_passes_to_the_bit(pair: tuple[VisionEncoder, VisionEncoder]) -> None:
+    """Grids in turn; what was handed out is compared when everything has been replayed."""
+    eager, graphs = pair
+    want, got = [], []
+    for turn in range(5):
+        for number, grids in enumerate(BATCHES):
+            asked = [drawn(*g, seed=1000 * turn + 50 * number + n) for n, g in enumerate(grids)]
+            want += eager.encode(asked)
+            got += graphs.encode(asked)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert len({rows.data_ptr() for rows in got}) == len(got)
+    assert len(graphs.repeats._records) == len({filled_up(sorted(grids)) for grids in BATCHES})
+
+
+def test_replays_beside_the_engine_are_passes_to_the_bit(
+    pair: tuple[VisionEncoder, VisionEncoder],
+) -> None:
+    """Many replays of the same graphs are under way before the first rows are read."""
+    eager, graphs = pair
+    torch.cuda.synchronize()
+    encoding = EncodeOnStream(graphs)
+    for turn in range(4):
+        with torch.cuda.stream(encoding._stream):
+            torch.cuda._sleep(LATE)
+        asked = [
+            [drawn(*g, seed=10_000 * turn + 50 * number + n) for n, g in enumerate(grids)]
+            for number, grids in enumerate(BATCHES)
+        ]
+        for batch in asked:
+            encoding.start([wanted(one) for one in batch])
+        made = take_all(encoding, sum(map(len, asked)))
+        torch.cuda._sleep(LATE)
+        read = {digest: rows.clone() for digest, rows in made.items()}
+        del made
+        for batch in reversed(asked):  # over the memory of those rows, and of the graphs
+            encoding.start([wanted(one) for one in batch])
+        take_all(encoding, sum(map(len, asked)))
+        for batch in asked:
+            for one, rows in zip(batch, eager.encode(batch), strict=True):
+                assert torch.equal(read[one.digest], rows)
+
+
+def test_a_dropped_record_leaves_the_others_alone(
+    pair: tuple[VisionEncoder, VisionEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs come and go while others of their pool stay, and are replayed meanwhile."""
+    monkeypatch.setattr("k3vl.vision.repeats._MOST_RECORDS", 3)
+    eager, graphs = pair
+    rng = random.Random(5)
+    for turn in range(60):
+        grids = BATCHES[rng.choice([0, 1, 1, 2, 3, 4, 5])]
+        asked = [drawn(*grid, seed=100_000 + 50 * turn + n) for n, grid in enumerate(grids)]
+        for want, rows in zip(eager.encode(asked), graphs.encode(asked), strict=True):
+            assert torch.equal(want, rows)
+        assert len(graphs.repeats._records) <= 10
+
+
 # ------------------------------------------------------------------ nobody waits
 
 
@@ -263,8 +351,11 @@ def test_the_host_does_not_wait_for_the_encoder(items: list[EncoderItem]) -> Non
     """Nor does it where a grid is new, or where rows are put into the cache."""
     runner = engine(torch.bfloat16, EncodeOnStream)
     encoding, cache = runner.encoding, runner.cache
-    encoding.start([wanted(item) for item in items[:1]])  # compiles
-    cache.write_features([1], take_all(encoding, 1)[items[0].digest][:8])
+    for _ in range(3):  # compiles, records
+        encoding.start([wanted(item) for item in items])
+        made = take_all(encoding, len(items))
+    cache.write_features([1], made[items[0].digest][:8])
+    items = [*items, drawn(1, 10, 14)]
     with waits() as waited:
         with torch.cuda.stream(encoding._stream):
             torch.cuda._sleep(10 * LATE)
@@ -283,14 +374,14 @@ def test_the_host_waits_once_a_token(prompts: list[Prompt]) -> None:
     runner = engine(torch.bfloat16, EncodeOnStream, host_cache_bytes=2**26)
     plain = SamplingParams(max_tokens=12)
     with_pictures = [prompt for prompt in prompts if prompt.spans]
-    for prompt in prompts:
-        ask(runner, prompt, plain)  # compiles, records
+    for salt in ("a", "b", "c"):  # compiles, records
+        for prompt in prompts:
+            ask(runner, prompt, replace(plain, cache_salt=salt))
     for prompt in with_pictures[:4]:
-        other = type(prompt)((9, *prompt.token_ids[1:]), prompt.spans)
-        for each in (other, prompt):
+        for salt in ("new", "c"):  # media and all; a prefix
             inbox = Inbox()
             with waits() as waited:
-                runner.add(0, each, plain, inbox)
+                runner.add(0, prompt, replace(plain, cache_salt=salt), inbox)
                 finish(runner)
             assert len(waited) == len(inbox.ids), waited
 

@@ -43,6 +43,7 @@ from k3vl.kernels.mla.reference import (
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
+from k3vl.kernels.recording import EagerRunner, GraphRunner
 from k3vl.kernels.vision_attention.gpu import vision_attention
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
@@ -50,7 +51,7 @@ from k3vl.kernels.vision_pos.gpu import rotate
 from k3vl.kernels.vision_pos.reference import rotate_reference
 from k3vl.lm.batch import Row
 from k3vl.lm.cache import HybridCache, plan_cache
-from k3vl.lm.decode import DirectDecode, EagerRunner, GraphRunner, StaticDecode
+from k3vl.lm.decode import DirectDecode, StaticDecode
 from k3vl.lm.model import K3Model
 from k3vl.lm.sampler import Sampler
 from k3vl.types import SamplingParams

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from k3vl.kernels.choice import cpu_kernels
+from k3vl.kernels.recording import EagerRunner
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
-from k3vl.lm.decode import DirectDecode, EagerRunner, StaticDecode, decoder, padded_size
+from k3vl.lm.decode import DirectDecode, StaticDecode, decoder, padded_size
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.model import K3Model
 from k3vl.lm.sampler import Sampler

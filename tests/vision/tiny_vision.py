@@ -3,6 +3,7 @@
 import torch
 
 from k3vl.config import K3_MEDIA, VisionConfig
+from k3vl.kernels.vision import REFERENCE, VisionKernels
 from k3vl.vision.projector import PatchMerger
 from k3vl.vision.tower import VisionTower
 
@@ -23,11 +24,13 @@ TINY = VisionConfig(
 
 
 def tiny_models(
-    config: VisionConfig = TINY, dtype: torch.dtype = torch.float32
+    config: VisionConfig = TINY,
+    dtype: torch.dtype = torch.float32,
+    kernels: VisionKernels = REFERENCE,
 ) -> tuple[VisionTower, PatchMerger]:
     generator = torch.Generator().manual_seed(11)
-    tower = VisionTower(config, K3_MEDIA, dtype=dtype)
-    projector = PatchMerger(config, dtype=dtype)
+    tower = VisionTower(config, K3_MEDIA, dtype=dtype, kernels=kernels)
+    projector = PatchMerger(config, dtype=dtype, kernels=kernels)
     for parameter in [*tower.parameters(), *projector.parameters()]:
         values = torch.randn(parameter.shape, generator=generator)
         spread = parameter[0].numel() ** -0.5 if parameter.ndim in (2, 4) else 0.3
