@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _DECODE_VARIANTS = (
-    (32, 4, None),
-    (64, 4, 168),
-    (64, 8, 128),
-    (128, 4, None),
-    (128, 16, None),
+    {"tile": 64},
+    {"tile": 128},
+    {"stay": 1},
+    {"stay": 2},
 )
 _PREFILL_VARIANTS = (
     PrefillShape(values=64, warps=4, stages=4, registers=168),
@@ -112,12 +111,7 @@ def decode_cases() -> Iterator[Case]:
             # states and windows both ways; qkv, gate, decay in; output
             bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
             flops=batch * heads * 8 * _K * _K,
-            variants={
-                f"tile {tile}, {warps} warps, {registers} registers": partial(
-                    step, tile=tile, warps=warps, registers=registers
-                )
-                for tile, warps, registers in _DECODE_VARIANTS
-            },
+            variants={str(choice): partial(step, **choice) for choice in _DECODE_VARIANTS},
             peers=_decode_peers(batch, heads, args, weights),
         )
 

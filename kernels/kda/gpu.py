@@ -16,6 +16,7 @@ from k3vl.kernels.kda.chunk_kernels import kda_norm_kernel, kda_prepare_kernel, 
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.rows_kernel import kda_norm_slots_kernel, kda_prepare_rows_kernel
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
+from k3vl.kernels.kda.steps_kernel import kda_steps_kernel
 from k3vl.kernels.kda.walk_kernel import kda_walk_kernel
 
 if TYPE_CHECKING:
@@ -69,11 +70,16 @@ def kda_decode(
     states: torch.Tensor,
     cells: torch.Tensor,
     *,
-    tile: int = 64,
+    tile: int = 128,
     warps: int = 4,
     registers: int | None = None,
+    stay: int = 0,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`."""
+    """See :func:`k3vl.kernels.kda.kda_decode`.
+
+    ``stay`` programs a multiprocessor take one head after the other (``steps_kernel``); 0: every
+    head has its own program.
+    """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -81,7 +87,12 @@ def kda_decode(
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not batch:
         return out
-    kda_step_kernel[(batch * heads,)](
+    count = batch * heads
+    kernel, grid, sizes = kda_step_kernel, count, {"BV": min(tile, key)}
+    if stay:
+        kernel, grid = kda_steps_kernel, min(count, stay * _PROGRAMS)
+        sizes = {"N": count, "STAGES": 2}
+    kernel[(grid,)](
         qkv,
         gate,
         decay,
@@ -105,9 +116,9 @@ def kda_decode(
         weights.lower_bound or 0.0,
         heads,
         K=key,
-        BV=min(tile, key),
         W=width,
         BOUNDED=weights.lower_bound is not None,
+        **sizes,
         num_warps=warps,
         maxnreg=registers,
     )

@@ -3,7 +3,7 @@
 As ``kda_scan_kernel``, but the two products with the state that a chunk begins with are one of
 twice the width: three waits for the tensor core a chunk instead of four.
 """
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
