@@ -5,7 +5,7 @@ so that rows are a Python tuple: the convolution takes a neighbour's registers i
 and widening every row W times, and running sums along the rows are plain additions.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 import triton
 import triton.language as tl
