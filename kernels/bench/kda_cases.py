@@ -42,6 +42,7 @@ _PREFILL_VARIANTS = (
             (128, 8, 3, 168, 4),
         )
     ),
+    *(PrefillShape(64, 4, 3, 168, parts=1, segment=segment) for segment in (16, 32, 64)),
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""

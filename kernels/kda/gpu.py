@@ -15,6 +15,7 @@ from k3vl.kernels.kda import check_shapes
 from k3vl.kernels.kda.chunk_kernels import kda_norm_kernel, kda_prepare_kernel, kda_scan_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.rows_kernel import kda_norm_slots_kernel, kda_prepare_rows_kernel
+from k3vl.kernels.kda.segments import start_states
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
 from k3vl.kernels.kda.steps_kernel import kda_steps_kernel
 from k3vl.kernels.kda.walk_kernel import kda_walk_kernel
@@ -51,6 +52,8 @@ class PrefillShape(NamedTuple):
         registers: at most so many for a thread of the parallel kernel.
         parts: 0, or by ``rows_kernel`` and ``walk_kernel`` in so many launches each, so that the
             two work side by side; the results do not depend on it.
+        segment: chunks that a program of ``walk_kernel`` takes, from a state that ``segments``
+            finds first (one part); 0: all. The results do depend on it, in their rounding.
     """
 
     values: int
@@ -58,6 +61,7 @@ class PrefillShape(NamedTuple):
     stages: int
     registers: int | None
     parts: int = 0
+    segment: int = 0
 
 
 def kda_decode(
@@ -374,8 +378,13 @@ def _in_parts(
         )
         if side:
             side.wait_stream(torch.cuda.current_stream(device))
+        starts, grid = out, (key // layout.values, sequences * heads)
+        if layout.segment:
+            of = (pool.states, pool.cells, pool.cu_seqlens, pool.ends, chunks)
+            starts = start_states(*of, qkv.shape[0], layout.segment)
+            grid = (*grid, triton.cdiv(qkv.shape[0], CHUNK * layout.segment))
         with torch.cuda.stream(side) if side else nullcontext():
-            kda_walk_kernel[(key // layout.values, sequences * heads)](
+            kda_walk_kernel[grid](
                 qkv,
                 gate,
                 weights.o_norm,
@@ -392,10 +401,12 @@ def _in_parts(
                 heads,
                 lowest,
                 count,
+                starts,
                 BV=layout.values,
                 FUSED=layout.values == key,
                 DEPTHS=snapshots.depths.shape[1] if snapshots else 0,
                 STAGES=layout.stages,
+                SEGMENT=layout.segment,
                 **common,
                 num_warps=layout.warps,
             )
