@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _DECODE_VARIANTS = (
-    (32, 4, None),
-    (64, 4, 168),
-    (64, 8, 128),
-    (128, 4, None),
-    (128, 16, None),
+    {"tile": 64},
+    {"tile": 128},
+    {"stay": 1},
+    {"stay": 2},
 )
 _PREFILL_VARIANTS = (
     PrefillShape(values=64, warps=4, stages=4, registers=168),
@@ -34,15 +33,17 @@ _PREFILL_VARIANTS = (
             (64, 4, 4, 168, 1),
             (64, 4, 2, 168, 1),
             (64, 4, 3, 128, 1),
-            (64, 4, 3, None, 1),
             (128, 8, 3, 168, 1),
             (64, 4, 3, 168, 2),
             (64, 4, 3, 168, 4),
             (64, 4, 3, 168, 8),
+            (64, 4, 3, 168, 16),
+            (64, 4, 2, 128, 8),
             (64, 4, 3, 128, 4),
             (128, 8, 3, 168, 4),
         )
     ),
+    *(PrefillShape(64, 4, 3, 168, parts=1, segment=segment) for segment in (16, 32, 64)),
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -113,12 +114,7 @@ def decode_cases() -> Iterator[Case]:
             # states and windows both ways; qkv, gate, decay in; output
             bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
             flops=batch * heads * 8 * _K * _K,
-            variants={
-                f"tile {tile}, {warps} warps, {registers} registers": partial(
-                    step, tile=tile, warps=warps, registers=registers
-                )
-                for tile, warps, registers in _DECODE_VARIANTS
-            },
+            variants={str(choice): partial(step, **choice) for choice in _DECODE_VARIANTS},
             peers={
                 **_decode_peers(batch, heads, args, weights),
                 **sglang_kda.decode_peers(args, weights, *fresh, cells),

@@ -15,7 +15,9 @@ from k3vl.kernels.kda import check_shapes
 from k3vl.kernels.kda.chunk_kernels import kda_norm_kernel, kda_prepare_kernel, kda_scan_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.rows_kernel import kda_norm_slots_kernel, kda_prepare_rows_kernel
+from k3vl.kernels.kda.segments import start_states
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
+from k3vl.kernels.kda.steps_kernel import kda_steps_kernel
 from k3vl.kernels.kda.walk_kernel import kda_walk_kernel
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class PrefillShape(NamedTuple):
         registers: at most so many for a thread of the parallel kernel.
         parts: 0, or by ``rows_kernel`` and ``walk_kernel`` in so many launches each, so that the
             two work side by side; the results do not depend on it.
+        segment: chunks that a program of ``walk_kernel`` takes, from a state that ``segments``
+            finds first (one part); 0: all. The results do depend on it, in their rounding.
     """
 
     values: int
@@ -57,6 +61,7 @@ class PrefillShape(NamedTuple):
     stages: int
     registers: int | None
     parts: int = 0
+    segment: int = 0
 
 
 def kda_decode(
@@ -69,11 +74,16 @@ def kda_decode(
     states: torch.Tensor,
     cells: torch.Tensor,
     *,
-    tile: int = 64,
+    tile: int = 128,
     warps: int = 4,
     registers: int | None = None,
+    stay: int = 0,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`."""
+    """See :func:`k3vl.kernels.kda.kda_decode`.
+
+    ``stay`` programs a multiprocessor take one head after the other (``steps_kernel``); 0: every
+    head has its own program.
+    """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -81,7 +91,12 @@ def kda_decode(
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not batch:
         return out
-    kda_step_kernel[(batch * heads,)](
+    count = batch * heads
+    kernel, grid, sizes = kda_step_kernel, count, {"BV": min(tile, key)}
+    if stay:
+        kernel, grid = kda_steps_kernel, min(count, stay * _PROGRAMS)
+        sizes = {"N": count, "STAGES": 2}
+    kernel[(grid,)](
         qkv,
         gate,
         decay,
@@ -105,9 +120,9 @@ def kda_decode(
         weights.lower_bound or 0.0,
         heads,
         K=key,
-        BV=min(tile, key),
         W=width,
         BOUNDED=weights.lower_bound is not None,
+        **sizes,
         num_warps=warps,
         maxnreg=registers,
     )
@@ -363,8 +378,13 @@ def _in_parts(
         )
         if side:
             side.wait_stream(torch.cuda.current_stream(device))
+        starts, grid = out, (key // layout.values, sequences * heads)
+        if layout.segment:
+            of = (pool.states, pool.cells, pool.cu_seqlens, pool.ends, chunks)
+            starts = start_states(*of, qkv.shape[0], layout.segment)
+            grid = (*grid, triton.cdiv(qkv.shape[0], CHUNK * layout.segment))
         with torch.cuda.stream(side) if side else nullcontext():
-            kda_walk_kernel[(key // layout.values, sequences * heads)](
+            kda_walk_kernel[grid](
                 qkv,
                 gate,
                 weights.o_norm,
@@ -381,10 +401,12 @@ def _in_parts(
                 heads,
                 lowest,
                 count,
+                starts,
                 BV=layout.values,
                 FUSED=layout.values == key,
                 DEPTHS=snapshots.depths.shape[1] if snapshots else 0,
                 STAGES=layout.stages,
+                SEGMENT=layout.segment,
                 **common,
                 num_warps=layout.warps,
             )

@@ -5,7 +5,7 @@ so that rows are a Python tuple: the convolution takes a neighbour's registers i
 and widening every row W times, and running sums along the rows are plain additions.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 import triton
 import triton.language as tl
@@ -15,12 +15,18 @@ from k3vl.kernels.kda.step_kernel import sigmoid
 
 
 @triton.jit
-def _whole(rows, C: tl.constexpr, K: tl.constexpr):
-    """Eight tensors [C/8, K], row s of every group, as one [C, K]; registers stay where they are."""
-    low = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))
-    high = tl.join(tl.join(rows[4], rows[5]), tl.join(rows[6], rows[7]))
-    both = tl.join(low, high)  # [C/8, K, bit 0, bit 1, bit 2 of the row]
-    return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), (C, K))
+def _whole(rows, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+    """R tensors [C/R, 1, K], row s of every group, as one [C, K] in DTYPE.
+
+    A thread has all rows of its columns, so every choice is made by the compiler. ``tl.join``
+    would say the same, but makes it order the tensor core's operands for 8-bit data.
+    """
+    R: tl.constexpr = len(rows)
+    o_r = tl.arange(0, R)[None, :, None]
+    whole = tl.zeros([C // R, R, K], tl.float32)
+    for s in tl.static_range(R):
+        whole = tl.where(o_r == s, rows[s], whole)
+    return tl.reshape(whole.to(DTYPE), (C, K))
 
 
 @triton.jit
@@ -39,8 +45,8 @@ def _silu(y, FAST: tl.constexpr):
 
 @triton.jit
 def _convolve_rows(
-    x, s_x, p_window, s_tap, p_conv, s_conv, o_g, o_k, first, count, R: tl.constexpr, W: tl.constexpr,
-    FAST: tl.constexpr,
+    x, s_x, p_window, s_tap, p_conv, s_conv, o_g, o_k, first, count, R: tl.constexpr,
+    W: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Causal convolution and SiLU: R tensors [C/R, K] float32.
 
@@ -54,19 +60,19 @@ def _convolve_rows(
         inside = row < count
         if s < W - 1:
             inside = inside & (row >= lowest)
-        tap = tl.load(x + row[:, None] * s_x + o_k[None, :], mask=inside[:, None], other=0.0)
+        tap = tl.load(x + row * s_x + o_k, mask=inside, other=0.0)
         tap = tap.to(tl.float32)
         if s < W - 1:
             before = row < lowest
             old = tl.load(
-                p_window + s * s_tap + tl.zeros_like(o_g)[:, None] + o_k[None, :],
-                mask=before[:, None],
+                p_window + s * s_tap + tl.zeros_like(o_g) + o_k,
+                mask=before,
                 other=0.0,
             )
             tap += old.to(tl.float32)  # one of the two is zero
         taps = taps + (tap,)  # noqa: RUF005
     # Every group loads them for itself: as vectors they would have to change their layout.
-    everywhere = tl.zeros_like(o_g)[:, None] + o_k[None, :]
+    everywhere = tl.zeros_like(o_g) + o_k
     factors = ()
     for j in tl.static_range(W):
         factor = tl.load(p_conv + j * s_conv + everywhere)
@@ -133,9 +139,11 @@ def kda_prepare_rows_kernel(
     count = (tl.load(ends + i_s) - start).to(tl.int32)
     if count <= 0:
         return
-    o_g = tl.arange(0, C // R)
+    # Of rows [C/R, 1, K]; the axis between makes room for the R rows of a group.
+    o_g = tl.arange(0, C // R)[:, None, None]
+    o_k = tl.arange(0, K)[None, None, :]
     o_t = tl.arange(0, C)
-    o_k = tl.arange(0, K)
+    o_c = tl.arange(0, K)
     first = (start == begin).to(tl.int32)
     cell = tl.load(cells + i_s * s_cells + i_h)
     column = i_h * K
@@ -143,27 +151,28 @@ def kda_prepare_rows_kernel(
     p_window = windows + cell * s_window
     p_conv = conv + column
     block = slot.to(tl.int64) * H + i_h
-    o_gk = o_g[:, None] * (R * K) + o_k[None, :]
+    o_gk = o_g * (R * K) + o_k
 
     # Natural logarithms become powers of two on the way: factors of vectors and scalars.
     rate = tl.exp(tl.load(a_log + i_h)) * -1.4426950408889634
-    bias = tl.load(dt_bias + column + tl.zeros_like(o_g)[:, None] + o_k[None, :]) * rate
+    bias = tl.load(dt_bias + column + tl.zeros_like(o_g) + o_k) * rate
     bound = lower_bound * 1.4426950408889634
     p_decay = decay + start * s_decay + column
-    running = tl.zeros([C // R, K], tl.float32)
+    running = tl.zeros([C // R, 1, K], tl.float32)
     totals = ()
     for s in tl.static_range(R):
         row = o_g * R + s
-        live = (row < count)[:, None]
-        logits = tl.load(p_decay + row[:, None] * s_decay + o_k[None, :], mask=live, other=0.0)
+        live = row < count
+        logits = tl.load(p_decay + row * s_decay + o_k, mask=live, other=0.0)
         root = tl.rsqrt(1.0 + tl.exp2(logits.to(tl.float32) * rate + bias))
         running += tl.where(live, root * (root * bound), 0.0)
         totals = totals + (running,)  # noqa: RUF005
-    whole = tl.sum(running, 0)
+    whole = tl.sum(running, 0)[None, :, :]
     # As in ``kda_prepare_kernel``: decays are split around the middle of the chunk's sum.
-    from_middle = tl.cumsum(running, 0) - running - whole[None, :] * 0.5
+    from_middle = tl.cumsum(running, 0) - running - whole * 0.5
     to_middle = tl.exp2(whole * 0.5)
     tl.store(gamma + block * K + o_k, tl.exp2(whole))
+    middle = tl.reshape(to_middle, (1, K))
 
     keys = _convolve_rows(x + H * K, s_qkv, p_window + s_stream, s_tap, p_conv + H * K, 3 * H * K,
                           o_g, o_k, first, count, R, W, FAST)  # fmt: skip
@@ -171,44 +180,42 @@ def kda_prepare_rows_kernel(
     k_downs = ()
     for s in tl.static_range(R):
         k = keys[s]
-        k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
-        k_ups = k_ups + ((k * tl.exp2(totals[s] + from_middle)).to(DTYPE),)  # noqa: RUF005
+        k *= tl.rsqrt(tl.sum(k * k, 2) + 1e-6)[:, :, None]
+        k_ups = k_ups + (k * tl.exp2(totals[s] + from_middle),)  # noqa: RUF005
         k_down = k * tl.exp2(-from_middle - totals[s])
-        k_downs = k_downs + (k_down.to(DTYPE),)  # noqa: RUF005
-        tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle[None, :]).to(DTYPE))
+        k_downs = k_downs + (k_down,)  # noqa: RUF005
+        tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
     queries = _convolve_rows(x, s_qkv, p_window, s_tap, p_conv, 3 * H * K,
                              o_g, o_k, first, count, R, W, FAST)  # fmt: skip
     q_ups = ()
     for s in tl.static_range(R):
         q = queries[s]
-        q *= (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * (K**-0.5))[:, None]
+        q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * (K**-0.5))[:, :, None]
         q *= tl.exp2(totals[s] + from_middle)
-        q_ups = q_ups + (q.to(DTYPE),)  # noqa: RUF005
-        q *= -to_middle[None, :]
+        q_ups = q_ups + (q,)  # noqa: RUF005
+        q *= -to_middle
         tl.store(wq + block * (2 * C * K) + (C + s) * K + o_gk, q.to(DTYPE))
 
     o_i = o_t[:, None]
     o_j = o_t[None, :]
     beta = tl.load(write + start * s_write + i_h + o_t * s_write, mask=o_t < count, other=0.0)
     beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
-    k_up = _whole(k_ups, C, K)
-    down = tl.trans(_whole(k_downs, C, K))
-    read = tl.dot(_whole(q_ups, C, K), down, input_precision=PRECISION)
+    k_up = _whole(k_ups, C, K, DTYPE)
+    down = tl.trans(_whole(k_downs, C, K, DTYPE))
+    read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
     mix = tl.dot(k_up, down, input_precision=PRECISION)
     mix = tl.where(o_i > o_j, mix * beta[:, None], 0.0)
     # Write strengths and the way to the middle are factors of columns: of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
     solve = (solve * beta[None, :]).to(DTYPE)
-    b_w = tl.dot(solve, k_up, input_precision=PRECISION) * to_middle[None, :]
-    tl.store(wq + block * (2 * C * K) + o_i * K + o_k[None, :], b_w.to(DTYPE))
+    b_w = tl.dot(solve, k_up, input_precision=PRECISION) * middle
+    tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
     values = _convolve_rows(x + 2 * H * K, s_qkv, p_window + 2 * s_stream, s_tap,
-                            p_conv + 2 * H * K, 3 * H * K, o_g, o_k, first, count, R, W, FAST)  # fmt: skip
-    v = ()
-    for s in tl.static_range(R):
-        v = v + (values[s].to(DTYPE),)  # noqa: RUF005
-    b_u = tl.dot(solve, _whole(v, C, K), input_precision=PRECISION)
-    tl.store(u + block * C * K + o_k[None, :] * C + o_i, b_u.to(DTYPE))
+                            p_conv + 2 * H * K, 3 * H * K, o_g, o_k, first, count, R, W,
+                            FAST)  # fmt: skip
+    b_u = tl.dot(solve, _whole(values, C, K, DTYPE), input_precision=PRECISION)
+    tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
 
 
 @triton.jit

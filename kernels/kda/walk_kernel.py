@@ -42,6 +42,7 @@ def kda_walk_kernel(
     H,
     lowest_slot,
     slots,
+    starts,
     C: tl.constexpr,
     K: tl.constexpr,
     BV: tl.constexpr,
@@ -51,11 +52,13 @@ def kda_walk_kernel(
     FUSED: tl.constexpr,
     DEPTHS: tl.constexpr,
     STAGES: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """Carry the state of one head (BV of its value channels) through one sequence.
 
     Of its chunks those in the ``slots`` slots from ``lowest_slot`` on; what the state was between
-    two such launches is what it is between two chunks, to the bit.
+    two such launches is what it is between two chunks, to the bit. With SEGMENT chunks a program
+    instead, from ``starts`` (``segments``).
     """
     i_v = tl.program_id(0)  # first: the parts of a head start together and read the same
     i_s = tl.program_id(1) // H
@@ -73,6 +76,9 @@ def kda_walk_kernel(
 
     chunks = tl.cdiv(length, C)
     mine = begin // C + i_s
+    if SEGMENT:
+        slots = SEGMENT
+        lowest_slot = mine + tl.program_id(2) * SEGMENT
     from_chunk = tl.maximum(lowest_slot - mine, 0).to(tl.int32)
     last = (lowest_slot + slots - mine).to(tl.int32)
     to_chunk = tl.minimum(last, chunks)
@@ -81,7 +87,11 @@ def kda_walk_kernel(
     block = (mine + from_chunk) * H + i_h
 
     p_state = states + cell * s_state + o_k[:, None] * K + o_v[None, :]
-    b_s = tl.trans(tl.load(p_state))  # [V, K] float32
+    if SEGMENT:
+        start = (begin // (C * SEGMENT) + i_s + tl.program_id(2)) * H + i_h
+        b_s = tl.load(starts + start * K * K + o_v[:, None] * K + o_k[None, :])
+    else:
+        b_s = tl.trans(tl.load(p_state))  # [V, K] float32
     done = begin + from_chunk * C
     p_out = out + done * (H * K) + column + o_t[:, None] * (H * K) + o_v[None, :]
     p_gate = gate + done * s_gate + column + o_t[:, None] * s_gate + o_v[None, :]
@@ -128,9 +138,12 @@ def kda_walk_kernel(
                 copy = tl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
                 p_copy = states + copy * s_state + o_k[:, None] * K + o_v[None, :]
                 tl.store(p_copy, tl.trans(b_s))
-    tl.store(p_state, tl.trans(b_s))
+    if SEGMENT == 0:
+        tl.store(p_state, tl.trans(b_s))
     if last < chunks:
         return
+    if SEGMENT:
+        tl.store(p_state, tl.trans(b_s))
     for c in range(chunks, tl.cdiv(room, C)):  # chunks of padding alone
         row = c * C + o_t
         nothing = tl.zeros([C, BV], out.dtype.element_ty)

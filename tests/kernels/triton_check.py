@@ -145,10 +145,12 @@ def check_kda_decode() -> Iterator[str]:
                 want_windows, want_states = windows.double(), states.double()
                 doubles = [x.double() for x in args]
                 want = kda_decode_reference(*doubles, weights, want_windows, want_states, cells)
-                got = kda_decode(*args, narrow, windows, states, cells)
-                close(f"decode {dtype} H{heads} K{key}", got, want, bound(dtype))
-                close("states", states, want_states, EXACT)
-                assert torch.equal(windows.double(), want_windows)
+                for stay in (0, 1):
+                    own_windows, own_states = windows.clone(), states.clone()
+                    got = kda_decode(*args, narrow, own_windows, own_states, cells, stay=stay)
+                    close(f"decode {dtype} H{heads} K{key}", got, want, bound(dtype))
+                    close("states", own_states, want_states, EXACT)
+                    assert torch.equal(own_windows.double(), want_windows)
                 yield f"{dtype} B{batch} H{heads} K{key} bound {lower_bound}"
 
 
@@ -165,6 +167,12 @@ def kda_weights_like(weights: KDAWeights) -> KDAWeights:
 
 
 def check_kda_decode_padding() -> Iterator[str]:
+    for stay in (0, 1):
+        decode_padding(stay)
+        yield f"padding rows answer zero and touch no cell, {stay} programs stay"
+
+
+def decode_padding(stay: int) -> None:
     weights = kda_weights(2, 16)
     args = kda_inputs(3, 2, 16, torch.float32)
     for x in args:
@@ -173,13 +181,12 @@ def check_kda_decode_padding() -> Iterator[str]:
     cells = torch.tensor([[0, 1], [-1, -1], [5, 3]], device=DEVICE)
     untouched = [2, 4, 6]
     before = states.clone(), windows.clone()
-    out = kda_decode(*args, weights, windows, states, cells)
+    out = kda_decode(*args, weights, windows, states, cells, stay=stay)
     assert not out[1].any()
     assert out[[0, 2]].isfinite().all()
     assert torch.equal(states[untouched], before[0][untouched])
     assert torch.equal(windows[untouched], before[1][untouched])
     assert not torch.equal(states[5], before[0][5])
-    yield "padding rows answer zero and touch no cell"
 
 
 def check_kda_decode_large_slots() -> Iterator[str]:
@@ -228,10 +235,12 @@ def run_prefill(
     if ON_GPU and dtype != torch.float32:
         shapes += [PrefillShape(key // 2, 4, 4, 168), PrefillShape(key, 8, 3, None)]
         shapes += [PrefillShape(64, 4, 3, 168, parts) for parts in (1, 4)]
+        shapes += [PrefillShape(64, 4, 3, 168, 1, segment) for segment in (1, 8)]
         shapes += [PrefillShape(key, 8, 3, None, parts=3)] * (key == 128)
     elif not ON_GPU and key == 32:
         shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, parts=3)]
         shapes += [PrefillShape(32, 4, 1, None, parts=1)]
+        shapes += [PrefillShape(16, 4, 1, None, parts=1, segment=1)]
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
