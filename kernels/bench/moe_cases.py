@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from k3vl.kernels.bench.case import Case, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
@@ -165,7 +166,7 @@ def _peers(tokens: int, chosen: torch.Tensor) -> dict[str, Callable[[], object]]
 def layer_cases() -> Iterator[Case]:
     """Router to sum, and whether the shared experts had better run beside the routed ones."""
     weights = MoEWeights(
-        router=normal(_E, _D, dtype=torch.float32) / _D**0.5,
+        router=(normal(_E, _D) / _D**0.5).float(),  # a checkpoint's router is bfloat16
         router_bias=normal(_E, dtype=torch.float32) * 0.01,
         down=normal(_L, _D) / _D**0.5,
         experts=_random_experts(),
@@ -183,6 +184,7 @@ def layer_cases() -> Iterator[Case]:
     plain = reference_kernels("compared with").latent_moe_mxfp4
     assert isinstance(ours, ComposedLatentMoE)
     assert plain is not None
+    joined = replace(ours, moe_experts=moe_experts_joined_gpu)
     always = _E * _D * 4 + (2 * _D * _L + 3 * _D * _S) * 2
     for tokens in (1, 8, 32, 128, 2048, 8192):
         x = normal(tokens, _D)
@@ -195,7 +197,16 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
-            variants={"shared experts on a second stream": partial(_beside, ours, x, weights)},
+            variants={
+                "shared experts on a second stream": partial(_beside, ours, x, weights),
+                "joined products": partial(joined, x, weights),
+                "joined products, shared experts on a second stream": partial(
+                    _beside, joined, x, weights
+                ),
+                "joined products, router in bfloat16": partial(
+                    _small_router, joined, x, weights, weights.router.bfloat16()
+                ),
+            },
         )
 
 
@@ -210,6 +221,25 @@ def _beside(
     routed = layer.routed(x, w)
     here.wait_stream(beside)
     return routed + shared
+
+
+def _small_router(
+    layer: ComposedLatentMoE[Mxfp4Experts],
+    x: torch.Tensor,
+    weights: MoEWeights[Mxfp4Experts],
+    router: torch.Tensor,
+) -> torch.Tensor:
+    """The layer with logits from a product of bfloat16 that is summed and kept in float32."""
+    w = weights
+    logits = torch.mm(x, router.mT, out_dtype=torch.float32)
+    chosen, experts = route_gpu(
+        logits, w.router_bias, w.top_k, renormalise=w.renormalise, scale=w.scale
+    )
+    assert w.down is not None
+    assert w.up is not None
+    latent = F.linear(x, plain(w.down))
+    total = layer.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
+    return F.linear(total, plain(w.up)) + layer.gated_mlp(x, w.shared)
 
 
 @cache

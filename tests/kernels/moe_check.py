@@ -21,6 +21,7 @@ from k3vl.kernels.moe.joined import JOINED, JoinedShapes, can_join
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
+from k3vl.kernels.situ.gpu import glu_gpu
 
 DEVICE = torch.device(sys.argv[1])
 ON_GPU = DEVICE.type == "cuda"
@@ -109,9 +110,21 @@ def check_experts(
     close(f"dense {what}", got, want)
 
 
+def check_glu(activation: GatedActivation) -> None:
+    for shape in ((1, 14), (3, 2, 64), (5, 3000)):
+        x = (torch.randn(shape, device=DEVICE) * 6).to(DTYPE)
+        x[..., :3] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE).to(DTYPE)
+        x[..., -2] = -1e4
+        close(f"glu {shape}", glu_gpu(x, activation), activation(x.double()))
+    x[:, 1], x[0, -1] = float("nan"), float("nan")
+    assert torch.equal(glu_gpu(x, activation).isnan(), activation(x).isnan()), "glu: NaN is lost"
+
+
 seed = 1
 sys.stdout.write(f"seed {seed}\n")
 torch.manual_seed(seed)
+check_glu(SITU)
+check_glu(SiluGLU())
 check_experts(1, (7, 96, 64), 3, False, SITU)
 check_experts(5, (5, 32, 96), 2, False, SiluGLU())
 check_experts(40, (3, 64, 32), 2, True, SITU)
