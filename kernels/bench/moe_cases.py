@@ -25,6 +25,7 @@ from k3vl.kernels.moe.joined import JOINED, Joined, JoinedShapes
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.situ import SituGLU
+from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
@@ -279,6 +280,9 @@ def route_cases() -> Iterator[Case]:
             limit=1e-5,
             bytes=tokens * (_E * 4 + _K * 12),
             flops=tokens * _E * 20,
+            variants={
+                f"sorted by {warps} warps": partial(ours, sort_warps=warps) for warps in (1, 4, 8)
+            },
             peers={"PyTorch": plain},
         )
 
@@ -288,6 +292,22 @@ def _sorted(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tenso
     weights, experts = run()
     experts, order = experts.sort(1)
     return torch.cat([weights.gather(1, order), experts.float()], 1)
+
+
+def glu_cases() -> Iterator[Case]:
+    """SiTU-GLU of a dense layer and of the shared experts."""
+    for tokens, inner in ((1, 33792), (1, _S), (32, 33792), (8192, 33792), (8192, _S)):
+        gate_up = normal(tokens, 2 * inner) * 4
+        yield Case(
+            op="situ_glu",
+            shape=f"T{tokens} I{inner}",
+            ours=partial(glu_gpu, gate_up, _SITU),
+            want=partial(_SITU, gate_up.float()),
+            limit=8e-3,
+            bytes=6 * tokens * inner,
+            flops=30 * tokens * inner,
+            peers={"PyTorch": partial(_SITU, gate_up)},
+        )
 
 
 def plan_cases() -> Iterator[Case]:

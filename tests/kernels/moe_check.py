@@ -58,6 +58,10 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
     got = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0)
     want = route(logits, bias, top_k, renormalise=True, scale=2.0)
     assert torch.equal(got[1].sort(1).values, want[1].sort(1).values), "route: other experts"
+    if top_k & (top_k - 1) == 0:
+        again = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0, sort_warps=4)
+        assert torch.equal(again[1], got[1]), "route: sorted otherwise"
+        torch.testing.assert_close(again[0], got[0], rtol=1e-5, atol=1e-6)
     by_expert = [w.gather(1, e.argsort(1)) for w, e in (got, want)]
     torch.testing.assert_close(*by_expert, rtol=1e-5, atol=1e-6)
     return got
@@ -98,10 +102,9 @@ def check_experts(
     wide = x.double()
     want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
     close(f"mxfp4 {what}", got, want)
-    if can_join(packed, chosen.numel()):
-        for shapes in (JOINED, WIDER):
-            given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
-            close(f"joined {what}", moe_experts_joined_gpu(*given), want)
+    for shapes in (JOINED, WIDER) if can_join(packed, chosen.numel()) else (JOINED,):
+        given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
+        close(f"joined {what}", moe_experts_joined_gpu(*given), want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
