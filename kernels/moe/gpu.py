@@ -200,7 +200,7 @@ def moe_experts_joined_gpu(
     eps: float = 0.0,
     shapes: JoinedShapes = JOINED,
 ) -> torch.Tensor:
-    """:func:`moe_experts_mxfp4_gpu` with one product a step (``joined_kernel.py``), where it can."""
+    """:func:`moe_experts_mxfp4_gpu` with one product a step (``joined_kernel.py``)."""
     tokens, top_k = experts.shape
     if not can_join(stored, tokens * top_k):
         return moe_experts_mxfp4_gpu(x, weights, experts, stored, activation, norm, eps)
