@@ -29,9 +29,9 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat1
 LIMIT = 8e-3 if ON_GPU else 5e-5  # the reference has its activation in float32, too
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
-WIDER = JoinedShapes(
+OTHER = JoinedShapes(  # longer steps; blocks with more threads than rows
     gate_up={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.gate_up.items()},
-    down={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.down.items()},
+    down={width: replace(shape, rows=64, warps=4) for width, shape in JOINED.down.items()},
 )
 
 
@@ -102,7 +102,7 @@ def check_experts(
     wide = x.double()
     want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
     close(f"mxfp4 {what}", got, want)
-    for shapes in (JOINED, WIDER) if can_join(packed, chosen.numel()) else (JOINED,):
+    for shapes in (JOINED, OTHER) if can_join(packed, chosen.numel()) else (JOINED,):
         given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
         close(f"joined {what}", moe_experts_joined_gpu(*given), want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
