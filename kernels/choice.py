@@ -204,6 +204,7 @@ def triton_kernels(reason: str) -> Kernels:
         mla_values,
     )
     from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, route_gpu
+    from k3vl.kernels.situ.gpu import glu_gpu
 
     language = composed_kernels(
         name="triton",
@@ -219,7 +220,7 @@ def triton_kernels(reason: str) -> Kernels:
         route=route_gpu,
         moe_experts=moe_experts_gpu,
         moe_experts_mxfp4=moe_experts_mxfp4_gpu,
-        glu=glu,
+        glu=glu_gpu,
         rms_norm=rms_norm,
     )
     return replace(language, vision=triton_vision(), recordable=True)

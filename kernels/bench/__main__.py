@@ -28,7 +28,13 @@ from k3vl.kernels.bench.attention_cases import (
 )
 from k3vl.kernels.bench.case import Case, Peer, ratio_of_norms
 from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
-from k3vl.kernels.bench.moe_cases import layer_cases, moe_cases, plan_cases, route_cases
+from k3vl.kernels.bench.moe_cases import (
+    glu_cases,
+    layer_cases,
+    moe_cases,
+    plan_cases,
+    route_cases,
+)
 from k3vl.kernels.bench.timing import Ceilings, measure_ceilings, time_call
 from k3vl.kernels.bench.tower_cases import tower_cases
 
@@ -47,6 +53,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "vision_tower": tower_cases,
     "route": route_cases,
     "plan_experts": plan_cases,
+    "situ_glu": glu_cases,
     "moe_experts": moe_cases,
     "latent_moe": layer_cases,
 }

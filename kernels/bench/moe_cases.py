@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
@@ -25,6 +26,7 @@ from k3vl.kernels.moe.joined import JOINED, Joined, JoinedShapes
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.situ import SituGLU
+from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
@@ -175,7 +177,7 @@ def _grouped(tokens: int, chosen: torch.Tensor) -> Work:
 def layer_cases() -> Iterator[Case]:
     """Router to sum, and whether the shared experts had better run beside the routed ones."""
     weights = MoEWeights(
-        router=normal(_E, _D, dtype=torch.float32) / _D**0.5,
+        router=(normal(_E, _D) / _D**0.5).float(),  # a checkpoint's router is bfloat16
         router_bias=normal(_E, dtype=torch.float32) * 0.01,
         down=normal(_L, _D) / _D**0.5,
         experts=_random_experts(),
@@ -193,6 +195,7 @@ def layer_cases() -> Iterator[Case]:
     plain = reference_kernels("compared with").latent_moe_mxfp4
     assert isinstance(ours, ComposedLatentMoE)
     assert plain is not None
+    joined = replace(ours, moe_experts=moe_experts_joined_gpu)
     always = _E * _D * 4 + (2 * _D * _L + 3 * _D * _S) * 2
     for tokens in (1, 8, 32, 128, 2048, 8192):
         x = normal(tokens, _D)
@@ -205,7 +208,16 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
-            variants={"shared experts on a second stream": partial(_beside, ours, x, weights)},
+            variants={
+                "shared experts on a second stream": partial(_beside, ours, x, weights),
+                "joined products": partial(joined, x, weights),
+                "joined products, shared experts on a second stream": partial(
+                    _beside, joined, x, weights
+                ),
+                "joined products, router in bfloat16": partial(
+                    _small_router, joined, x, weights, weights.router.bfloat16()
+                ),
+            },
         )
 
 
@@ -220,6 +232,25 @@ def _beside(
     routed = layer.routed(x, w)
     here.wait_stream(beside)
     return routed + shared
+
+
+def _small_router(
+    layer: ComposedLatentMoE[Mxfp4Experts],
+    x: torch.Tensor,
+    weights: MoEWeights[Mxfp4Experts],
+    router: torch.Tensor,
+) -> torch.Tensor:
+    """The layer with logits from a product of bfloat16 that is summed and kept in float32."""
+    w = weights
+    logits = torch.mm(x, router.mT, out_dtype=torch.float32)
+    chosen, experts = route_gpu(
+        logits, w.router_bias, w.top_k, renormalise=w.renormalise, scale=w.scale
+    )
+    assert w.down is not None
+    assert w.up is not None
+    latent = F.linear(x, plain(w.down))
+    total = layer.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
+    return F.linear(total, plain(w.up)) + layer.gated_mlp(x, w.shared)
 
 
 @cache
@@ -259,6 +290,9 @@ def route_cases() -> Iterator[Case]:
             limit=1e-5,
             bytes=tokens * (_E * 4 + _K * 12),
             flops=tokens * _E * 20,
+            variants={
+                f"sorted by {warps} warps": partial(ours, sort_warps=warps) for warps in (1, 4, 8)
+            },
             peers={"PyTorch": plain, **sglang_moe.route_peers(logits, bias, _K, _sorted)},
         )
 
@@ -268,6 +302,22 @@ def _sorted(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tenso
     weights, experts = run()
     experts, order = experts.sort(1)
     return torch.cat([weights.gather(1, order), experts.float()], 1)
+
+
+def glu_cases() -> Iterator[Case]:
+    """SiTU-GLU of a dense layer and of the shared experts."""
+    for tokens, inner in ((1, 33792), (1, _S), (32, 33792), (8192, 33792), (8192, _S)):
+        gate_up = normal(tokens, 2 * inner) * 4
+        yield Case(
+            op="situ_glu",
+            shape=f"T{tokens} I{inner}",
+            ours=partial(glu_gpu, gate_up, _SITU),
+            want=partial(_SITU, gate_up.float()),
+            limit=8e-3,
+            bytes=6 * tokens * inner,
+            flops=30 * tokens * inner,
+            peers={"PyTorch": partial(_SITU, gate_up)},
+        )
 
 
 def plan_cases() -> Iterator[Case]:

@@ -310,6 +310,29 @@ def route_kernel(
 
 
 @triton.jit
+def route_sorted_kernel(
+    logits, bias, weights, experts, scale,
+    E: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``route_kernel`` by a sorting network, for K a power of two: many threads, few steps."""
+    n = tl.program_id(0).to(tl.int64)
+    o_e = tl.arange(0, BLOCK)
+    live = o_e < E
+    score = 1 / (1 + tl.exp(-tl.load(logits + n * E + o_e, live, 0)))
+    biased = tl.where(live, score + tl.load(bias + o_e, live, 0), float("-inf"))
+    bits = biased.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the numbers
+    key = (bits.to(tl.int64) << 32) | (BLOCK - 1 - o_e).to(tl.int64)
+    chosen = BLOCK - 1 - (tl.topk(key, K) & (BLOCK - 1))
+    weight = 1 / (1 + tl.exp(-tl.load(logits + n * E + chosen)))
+    if RENORMALISE:
+        weight = weight / (tl.sum(weight) + 1e-20)
+    o_k = tl.arange(0, K)
+    tl.store(weights + n * K + o_k, weight * scale)
+    tl.store(experts + n * K + o_k, chosen)
+
+
+@triton.jit
 def plan_kernel(
     experts, order, tile_expert, tile_first, tile_end, tile_count, M,
     PAIRS: tl.constexpr, E: tl.constexpr, NUM_WIDTHS: tl.constexpr, BY_PAIR: tl.constexpr,

@@ -22,8 +22,9 @@ from k3vl.kernels.moe.experts_kernel import (
     gate_up_mxfp4_kernel,
     plan_kernel,
     route_kernel,
+    route_sorted_kernel,
 )
-from k3vl.kernels.moe.joined import JOINED, JoinedShapes, joined_products
+from k3vl.kernels.moe.joined import JOINED, JoinedShapes, can_join, joined_products
 from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.situ import SituGLU, caps
 
@@ -65,9 +66,19 @@ DENSE = Block(features=64, step=32, warps=4, stages=3)
 
 
 def route_gpu(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, *, renormalise: bool, scale: float
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    scale: float,
+    sort_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`k3vl.kernels.moe.route` in one launch; choices come in falling order."""
+    """:func:`k3vl.kernels.moe.route` in one launch; choices come in falling order.
+
+    ``sort_warps``: sort with so many warps a token, for a power of two of choices; None: look for
+    the best one ``top_k`` times, with one warp.
+    """
     tokens, experts = logits.shape
     if bias.shape != (experts,) or not 0 < top_k <= experts:
         raise ShapeError(
@@ -75,7 +86,13 @@ def route_gpu(
         )
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
-    if tokens:
+    if tokens and sort_warps:
+        route_sorted_kernel[(tokens,)](
+            logits.contiguous(), bias, weights, chosen, scale,
+            E=experts, K=top_k, RENORMALISE=renormalise,
+            BLOCK=triton.next_power_of_2(experts), num_warps=sort_warps,
+        )  # fmt: skip
+    elif tokens:
         route_kernel[(tokens,)](
             logits.contiguous(),
             bias,
@@ -184,8 +201,10 @@ def moe_experts_joined_gpu(
     shapes: JoinedShapes = JOINED,
 ) -> torch.Tensor:
     """:func:`moe_experts_mxfp4_gpu` with one product a step (``joined_kernel.py``)."""
-    check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
+    if not can_join(stored, tokens * top_k):
+        return moe_experts_mxfp4_gpu(x, weights, experts, stored, activation, norm, eps)
+    check_experts(x, weights, experts, stored, norm)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return out

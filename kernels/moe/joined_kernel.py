@@ -18,7 +18,7 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 import triton
 import triton.language as tl
 
-from k3vl.kernels.moe.experts_kernel import _glu
+from k3vl.kernels.situ.glu_kernel import activated
 
 
 def _decoder() -> str:
@@ -146,19 +146,6 @@ def gate_up_joined_kernel(
 
 
 @triton.jit
-def _situ(gate, up, beta, linear_beta):
-    """``_glu`` of SiTU with one division in place of three.
-
-    Exponents are held below 28, so that the product of the three denominators is a float32;
-    beyond, what they stand for is less than 1e-12 away from its limit.
-    """
-    e = tl.exp(tl.minimum(-gate, 28.0))
-    f = tl.exp(tl.minimum(gate * (-2 / beta), 28.0))
-    g = tl.exp(tl.minimum(up * (-2 / linear_beta), 28.0))
-    return (beta * linear_beta) * ((1 - f) * (1 - g)) / ((1 + e) * ((1 + f) * (1 + g)))
-
-
-@triton.jit
 def _store_glu(
     acc, out, o_p, there, beta, linear_beta,
     INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -166,10 +153,7 @@ def _store_glu(
     """Activate [2 BM, BN] and write [BM, BN] to where the second product looks for it."""
     both = acc.reshape(BM // 8, 2, 8, BN).permute(0, 2, 3, 1)
     gate, up = tl.split(both)
-    if SITU:
-        y = _situ(gate, up, beta, linear_beta)
-    else:
-        y = _glu(gate, up, beta, linear_beta, SITU)
+    y = activated(gate, up, beta, linear_beta, SITU)
     y = y.reshape(BM, BN).to(out.dtype.element_ty)
     # Stored feature f is column 8 j + n of the next product, f = n (INNER / 8) + j.
     o_f = tl.program_id(0) * BM + tl.arange(0, BM)

@@ -21,6 +21,7 @@ from k3vl.kernels.moe.joined import JOINED, JoinedShapes, can_join
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
+from k3vl.kernels.situ.gpu import glu_gpu
 
 DEVICE = torch.device(sys.argv[1])
 ON_GPU = DEVICE.type == "cuda"
@@ -28,9 +29,9 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat1
 LIMIT = 8e-3 if ON_GPU else 5e-5  # the reference has its activation in float32, too
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
-WIDER = JoinedShapes(
+OTHER = JoinedShapes(  # longer steps; blocks with more threads than rows
     gate_up={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.gate_up.items()},
-    down={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.down.items()},
+    down={width: replace(shape, rows=64, warps=4) for width, shape in JOINED.down.items()},
 )
 
 
@@ -57,6 +58,10 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
     got = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0)
     want = route(logits, bias, top_k, renormalise=True, scale=2.0)
     assert torch.equal(got[1].sort(1).values, want[1].sort(1).values), "route: other experts"
+    if top_k & (top_k - 1) == 0:
+        again = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0, sort_warps=4)
+        assert torch.equal(again[1], got[1]), "route: sorted otherwise"
+        torch.testing.assert_close(again[0], got[0], rtol=1e-5, atol=1e-6)
     by_expert = [w.gather(1, e.argsort(1)) for w, e in (got, want)]
     torch.testing.assert_close(*by_expert, rtol=1e-5, atol=1e-6)
     return got
@@ -97,10 +102,9 @@ def check_experts(
     wide = x.double()
     want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
     close(f"mxfp4 {what}", got, want)
-    if can_join(packed, chosen.numel()):
-        for shapes in (JOINED, WIDER):
-            given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
-            close(f"joined {what}", moe_experts_joined_gpu(*given), want)
+    for shapes in (JOINED, OTHER) if can_join(packed, chosen.numel()) else (JOINED,):
+        given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
+        close(f"joined {what}", moe_experts_joined_gpu(*given), want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
@@ -109,9 +113,21 @@ def check_experts(
     close(f"dense {what}", got, want)
 
 
+def check_glu(activation: GatedActivation) -> None:
+    for shape in ((1, 14), (3, 2, 64), (5, 3000)):
+        x = (torch.randn(shape, device=DEVICE) * 6).to(DTYPE)
+        x[..., :3] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE).to(DTYPE)
+        x[..., -2] = -1e4
+        close(f"glu {shape}", glu_gpu(x, activation), activation(x.double()))
+    x[:, 1], x[0, -1] = float("nan"), float("nan")
+    assert torch.equal(glu_gpu(x, activation).isnan(), activation(x).isnan()), "glu: NaN is lost"
+
+
 seed = 1
 sys.stdout.write(f"seed {seed}\n")
 torch.manual_seed(seed)
+check_glu(SITU)
+check_glu(SiluGLU())
 check_experts(1, (7, 96, 64), 3, False, SITU)
 check_experts(5, (5, 32, 96), 2, False, SiluGLU())
 check_experts(40, (3, 64, 32), 2, True, SITU)

@@ -1,4 +1,4 @@
-"""The decoder of the joined products, written in machine code, on a machine of eight instructions.
+"""The decoder of the joined products, written in machine code, on an imitation of its instructions.
 
 The interpreter of Triton runs none of it, and a device has to be at hand for the rest.
 """
@@ -6,6 +6,7 @@ The interpreter of Triton runs none of it, and a device has to be at hand for th
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from k3vl.kernels.mxfp4 import dequantize_mxfp4
 pytest.importorskip("triton")
 
 from k3vl.kernels.moe.joined_kernel import DECODE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LOW = 0xFFFFFFFF
 
@@ -53,7 +57,7 @@ def signed(a: int) -> int:
     return a - (1 << 32) if a >> 31 else a
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., int]] = {
     "mov.u32": lambda a: a,
     "shl.b32": lambda a, by: a << by,
     "shr.b32": lambda a, by: a >> by,
