@@ -24,6 +24,7 @@ class Case:
         limit: of the ratio of norms.
         bytes, flops: the least that the work must move and compute.
         variants: other launches of ours. peers: other implementations, with what they leave out.
+        compare_variants: whether variants return what ``ours`` does; a wrong one is not timed.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Case:
     bytes: float
     flops: float
     variants: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    compare_variants: bool = False
     peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_store_kernel,
     mla_values_kernel,
 )
+from k3vl.kernels.mla.hopper import TILE, HopperShape, hopper_parts, hopper_takes
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -132,7 +133,7 @@ def mla_decode(
     scale: float,
     page: int = 1,
     *,
-    shape: DecodeShape | None = None,
+    shape: DecodeShape | HopperShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_decode`."""
     batch, heads, width = q.shape
@@ -155,30 +156,38 @@ def mla_decode(
     whole = splits == 1
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
-    mla_decode_kernel[(triton.cdiv(heads, layout.heads), batch, splits)](
-        q,
-        latents,
-        rows,
-        lengths,
-        out,
-        parts,
-        sums,
-        *q.stride()[:2],
-        latents.stride(0),
-        *rows.stride(),
-        scale / math.log(2),
-        heads,
-        splits,
-        R=latent_width,
-        P=shared,
-        PAGE=page,
-        BH=layout.heads,
-        BN=layout.latents,
-        WHOLE=whole,
-        PRECISION="tf32" if half else "tf32x3",
-        STAGES=layout.stages,
-        num_warps=layout.warps,
-    )
+    if isinstance(layout, HopperShape):
+        if not hopper_takes(q, latents, rows, latent_width, page):
+            raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
+        tile = TILE
+        results = out, parts, sums
+        hopper_parts(q, latents, rows, lengths, latent_width, scale, page, layout, results=results)
+    else:
+        tile = layout.latents
+        mla_decode_kernel[(triton.cdiv(heads, layout.heads), batch, splits)](
+            q,
+            latents,
+            rows,
+            lengths,
+            out,
+            parts,
+            sums,
+            *q.stride()[:2],
+            latents.stride(0),
+            *rows.stride(),
+            scale / math.log(2),
+            heads,
+            splits,
+            R=latent_width,
+            P=shared,
+            PAGE=page,
+            BH=layout.heads,
+            BN=layout.latents,
+            WHOLE=whole,
+            PRECISION="tf32" if half else "tf32x3",
+            STAGES=layout.stages,
+            num_warps=layout.warps,
+        )
     if not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
@@ -189,7 +198,7 @@ def mla_decode(
             splits,
             R=latent_width,
             BR=min(latent_width, 128),
-            BN=layout.latents,
+            BN=tile,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
         )
