@@ -220,8 +220,7 @@ def one_side(
     HALF: gl.constexpr = BN * (R // 2) * 2
     REST: gl.constexpr = BN * P * 2
     COLUMN: gl.constexpr = SIDE * (R // 2)
-    # The tile of the other side is the one that this side uses last; the shared part of its keys
-    # comes with that.
+    # This side uses the other side's tile last; the shared part of its keys comes with that.
     MINE: gl.constexpr = 3 * SIDE
     LAST: gl.constexpr = 1 + SIDE
     pairs = gl.cdiv(gl.maximum(end - start, 0), 2 * BN)
@@ -297,6 +296,8 @@ def one_side(
         else:
             mbarrier.wait(told.index(2), phase)
             highest = higher
+        # The other side has waited for this tile; who reads what a copy wrote waits himself.
+        mbarrier.wait(landed.index(LAST), phase)
         left = end - at - (1 - SIDE) * BN
         if left < BN:
             zero_rows(b_other, left, BN, R // 2, 4)
