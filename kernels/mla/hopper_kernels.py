@@ -17,6 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Triton 3.6 has the second name of each, later ones the first.
+meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 
 @gluon.jit
 def tile_row(p_rows, s_page, at, end, rows_end, PAGE: gl.constexpr):
@@ -31,7 +35,7 @@ def tile_row(p_rows, s_page, at, end, rows_end, PAGE: gl.constexpr):
 def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.constexpr):
     """Begin to copy a block of SIZE bytes; the barrier is to wait for MORE bytes besides."""
     mbarrier.expect(landed, SIZE + MORE)
-    tma.async_copy_global_to_shared(desc, [row, column], landed, target)
+    begin_copy(desc, [row, column], landed, target)
 
 
 @gluon.jit
@@ -43,7 +47,7 @@ def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.const
         piece = tile.slice(k * 64, 64, dim=1)
         piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
 
 
 @gluon.jit
@@ -96,14 +100,14 @@ def mla_decode_joint_kernel(
     for i in gl.static_range(2):
         mbarrier.init(landed.index(i), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
     m_c = gl.allocate_shared_memory(gl.bfloat16, [2, BN, R], TILE)
     m_p = gl.allocate_shared_memory(gl.bfloat16, [2, BN, P], TILE)
     for i in gl.static_range(2):
         if i < tiles:
             row = tile_row(p_rows, s_page, start + i * BN, end, rows_end, PAGE)
             fetch(values, m_c.index(i), landed.index(i), row, 0, BN * R * 2, BN * P * 2)
-            tma.async_copy_global_to_shared(shared, [row, R], landed.index(i), m_p.index(i))
+            begin_copy(shared, [row, R], landed.index(i), m_p.index(i))
 
     m_q = gl.allocate_shared_memory(gl.bfloat16, [BH, R], TILE)
     m_qp = gl.allocate_shared_memory(gl.bfloat16, [BH, P], TILE)
@@ -116,7 +120,7 @@ def mla_decode_joint_kernel(
     m_qp.store(gl.load(p_q + R, mask=exists, other=0.0))
     m_w = gl.allocate_shared_memory(gl.bfloat16, [BH, BN], TILE)
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
 
     highest = gl.full([BH], float("-inf"), gl.float32, ROW)
     sums = gl.zeros([BH, BN], gl.float32, S)  # of columns apart: added up once, at the end
@@ -140,16 +144,16 @@ def mla_decode_joint_kernel(
         kept = gl.exp2(highest - higher)
         m_w.store(p.to(gl.bfloat16))
         fence_async_shared()
-        gl.thread_barrier()
+        meet()
         sums = sums * kept[:, None] + p
         mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
         product = warpgroup_mma(m_w, b_c, mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, [product])
         highest = higher
-        gl.thread_barrier()
+        meet()
         if t + 2 < tiles:
             fetch(values, b_c, landed.index(slot), ahead, 0, BN * R * 2, BN * P * 2)
-            tma.async_copy_global_to_shared(shared, [ahead, R], landed.index(slot), m_p.index(slot))
+            begin_copy(shared, [ahead, R], landed.index(slot), m_p.index(slot))
     total = gl.sum(sums, 1)
     # The highest score adds 1, so the sum is at least that; padding has none and gets zeros.
     mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]
@@ -229,7 +233,7 @@ def one_side(
         fetch(values, m_mine.index(SIDE), landed.index(MINE), row, COLUMN, HALF, 0)
         row = tile_row(p_rows, s_page, start + (1 - SIDE) * BN, end, rows_end, PAGE)
         fetch(values, m_mine.index(1 - SIDE), landed.index(LAST), row, COLUMN, HALF, REST)
-        tma.async_copy_global_to_shared(shared, [row, R], landed.index(LAST), m_p.index(1 - SIDE))
+        begin_copy(shared, [row, R], landed.index(LAST), m_p.index(1 - SIDE))
     highest = gl.full([BH], float("-inf"), gl.float32, ROW)
     total = gl.zeros([BH], gl.float32, ROW)
     zero = gl.zeros([BH, BN], gl.float32, S)
@@ -261,7 +265,7 @@ def one_side(
         if SIDE == 0:
             higher = gl.maximum(highest, peak)
             m_max.index(0).store(higher)
-            gl.thread_barrier()
+            meet()
             mbarrier.arrive(told.index(0), count=1)
             p = gl.exp2(s * scale - higher[:, None])
             b_p = p.to(gl.bfloat16)
@@ -273,14 +277,14 @@ def one_side(
             m_max.index(1).store(higher)
             m_p.index(own).store(b_p)
             fence_async_shared()
-            gl.thread_barrier()
+            meet()
             mbarrier.arrive(told.index(1), count=1)
         kept = gl.exp2(highest - higher)
         total = total * kept + gl.sum(p, 1)
         mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
         product = warpgroup_mma(gl.convert_layout(b_p, LEFT), b_own, mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, [product])
-        gl.thread_barrier()
+        meet()
         if j + 1 < pairs:
             fetch(values, b_own, landed.index(MINE), next_own, COLUMN, HALF, 0)
         if SIDE == 0:
@@ -290,7 +294,7 @@ def one_side(
             total = total * kept
             m_p.index(own).store((p * kept[:, None]).to(gl.bfloat16))
             fence_async_shared()
-            gl.thread_barrier()
+            meet()
             mbarrier.arrive(told.index(2), count=1)
             mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
         else:
@@ -303,14 +307,12 @@ def one_side(
             zero_rows(b_other, left, BN, R // 2, 4)
         product = warpgroup_mma(m_p.index(other), b_other, mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, [product])
-        gl.thread_barrier()
+        meet()
         if j + 1 < pairs:
             fetch(values, b_other, landed.index(LAST), next_other, COLUMN, HALF, REST)
-            tma.async_copy_global_to_shared(
-                shared, [next_other, R], landed.index(LAST), m_p.index(other)
-            )
+            begin_copy(shared, [next_other, R], landed.index(LAST), m_p.index(other))
     m_sum.index(SIDE).store(total)
-    gl.thread_barrier()
+    meet()
     mbarrier.arrive(told.index(3 + SIDE), count=1)
     mbarrier.wait(told.index(4 - SIDE), 0)
     total = total + m_sum.index(1 - SIDE).load(ROW)
@@ -393,7 +395,7 @@ def mla_decode_sides_kernel(
             m_q.index(i).slice(k * 64, 64, dim=1).store(b_q)
     m_qp.index(0).store(gl.load(p_q + R, mask=exists, other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
     gl.warp_specialize(
         [
             (

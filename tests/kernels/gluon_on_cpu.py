@@ -207,10 +207,6 @@ class _Language(ModuleType):
         return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
     @staticmethod
-    def thread_barrier() -> None:
-        pass
-
-    @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
         failures: list[BaseException] = []
 
@@ -292,7 +288,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                         init=_init, expect=_expect, arrive=_arrive, wait=_wait,
                         MBarrierLayout=lambda: None,
                     ),
-                    "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+                    "begin_copy": _copy,
+                    "meet": lambda: None,
                     "fence_async_shared": lambda: None,
                     "warpgroup_mma": _product,
                     "warpgroup_mma_wait": _finish,
