@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,6 +20,7 @@ from k3vl.kernels.mla.gpu import (
     mla_store,
     mla_values,
 )
+from k3vl.kernels.mla.hopper import HopperShape
 from k3vl.kernels.mla.reference import (
     mla_decode_reference,
     mla_prefill_reference,
@@ -70,6 +71,19 @@ def attn_residual_cases() -> Iterator[Case]:
         )
 
 
+def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
+    """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
+    most = max(1, 132 // (2 * batch))
+    kernels: tuple[Literal["joint", "sides"], ...] = ("joint", "sides")
+    shapes: list[DecodeShape | HopperShape] = [
+        HopperShape(kernel, splits)
+        for splits in ((most, most // 2) if batch == 1 else (most,))
+        for kernel in kernels
+    ]
+    shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=3, splits=most))
+    return {str(shape): shape for shape in shapes}
+
+
 def mla_decode_cases() -> Iterator[Case]:
     """Absorbed form, 512 + 64, bf16; latents of every sequence lie in random pages of 64."""
     heads = 96
@@ -107,15 +121,9 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                f"{block} heads, {step} latents, {warps} warps, {stages} stages, {splits} parts": (
-                    partial(run, shape=DecodeShape(block, step, warps, stages, splits))
-                )
-                for block, step, warps, stages, per in (
-                    (64, 32, 8, 2, 2),
-                    (32, 64, 4, 2, 3),
-                )
-                for splits in [max(1, 132 // (batch * per))]
+                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch).items()
             },
+            compared=True,
             peers=peers,
         )
 

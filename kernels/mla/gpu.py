@@ -18,6 +18,7 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_store_kernel,
     mla_values_kernel,
 )
+from k3vl.kernels.mla.hopper import TILE, HopperShape, hopper_parts, hopper_takes
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
@@ -133,7 +134,7 @@ def mla_decode(
     scale: float,
     page: int = 1,
     *,
-    shape: DecodeShape | None = None,
+    shape: DecodeShape | HopperShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_decode`."""
     batch, heads, width = q.shape
@@ -156,30 +157,15 @@ def mla_decode(
     whole = splits == 1
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
-    mla_decode_kernel[(triton.cdiv(heads, layout.heads), batch, splits)](
-        q,
-        latents,
-        rows,
-        lengths,
-        out,
-        parts,
-        sums,
-        *q.stride()[:2],
-        latents.stride(0),
-        *rows.stride(),
-        scale / math.log(2),
-        heads,
-        splits,
-        R=latent_width,
-        P=shared,
-        PAGE=page,
-        BH=layout.heads,
-        BN=layout.latents,
-        WHOLE=whole,
-        PRECISION="tf32" if half else "tf32x3",
-        STAGES=layout.stages,
-        num_warps=layout.warps,
-    )
+    args = (q, latents, rows, lengths, latent_width, scale, page)
+    if isinstance(layout, HopperShape):
+        if not hopper_takes(q, latents, rows, latent_width, page):
+            raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
+        tile = TILE
+        hopper_parts(*args, layout, results=(out, parts, sums))
+    else:
+        tile = layout.latents
+        _decode_parts(*args, layout, results=(out, parts, sums))
     if not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
@@ -190,7 +176,7 @@ def mla_decode(
             splits,
             R=latent_width,
             BR=min(latent_width, 128),
-            BN=layout.latents,
+            BN=tile,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
         )
@@ -270,6 +256,44 @@ def mla_values(
         num_warps=4,
     )
     return out
+
+
+def _decode_parts(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    latent_width: int,
+    scale: float,
+    page: int,
+    shape: DecodeShape,
+    *,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Fill results: [B, H, R], or with several parts theirs and their weights."""
+    batch, heads, width = q.shape
+    mla_decode_kernel[(triton.cdiv(heads, shape.heads), batch, shape.splits)](
+        q,
+        latents,
+        rows,
+        lengths,
+        *results,
+        *q.stride()[:2],
+        latents.stride(0),
+        *rows.stride(),
+        scale / math.log(2),
+        heads,
+        shape.splits,
+        R=latent_width,
+        P=width - latent_width,
+        PAGE=page,
+        BH=shape.heads,
+        BN=shape.latents,
+        WHOLE=shape.splits == 1,
+        PRECISION="tf32" if q.dtype != torch.float32 else "tf32x3",
+        STAGES=shape.stages,
+        num_warps=shape.warps,
+    )
 
 
 def _decode_shape(batch: int, heads: int, longest: int, *, half: bool) -> DecodeShape:

@@ -33,6 +33,7 @@ from k3vl.kernels.mla.gpu import (
     mla_store,
     mla_values,
 )
+from k3vl.kernels.mla.hopper import HopperShape
 from k3vl.kernels.mla.reference import (
     mla_decode_reference,
     mla_prefill_latent_reference,
@@ -360,6 +361,36 @@ def check_mla_decode_pages() -> Iterator[str]:
         yield f"{dtype} pages of 16, 48 and 64; NaN in all that is not used"
 
 
+def check_mla_decode_hopper() -> Iterator[str]:
+    """On a device only; ``test_mla_hopper.py`` has what a CPU can show."""
+    if not ON_GPU or torch.cuda.get_device_capability() != (9, 0):
+        yield "not compute capability 9.0"
+        return
+    heads, page = 96, 64
+    lengths = torch.tensor([1, 0, 64, 65, 191, 129, 256, 4097], device=DEVICE)
+    batch, most = len(lengths), 65
+    latents = normal(batch * most * (page + 7), 576, dtype=torch.bfloat16)
+    begins = torch.randperm(batch * most, device=DEVICE).view(batch, most) * (page + 7)
+    used = torch.zeros(len(latents), dtype=torch.bool, device=DEVICE)
+    for b, length in enumerate(lengths.tolist()):
+        t = torch.arange(length, device=DEVICE)
+        used[begins[b, t // page] + t % page] = True
+    latents[~used] = float("nan")
+    clean = begins.clone()
+    begins[1] = 2**62
+    q = normal(batch, heads, 576, dtype=torch.bfloat16)
+    args = (latents.double().nan_to_num(), clean, lengths, 512, 0.07, page)
+    want = mla_decode_reference(q.double(), *args)
+    for kernel in ("joint", "sides"):
+        for splits in (1, 2, 3, 66):
+            shape = HopperShape(kernel, splits)
+            for _ in range(20):  # whatever the order of the warps
+                got = mla_decode(q, latents, begins, lengths, 512, 0.07, page, shape=shape)
+                close(f"{shape}", got, want, bound(torch.bfloat16))
+                assert not got[1].any(), "padding gets zeros"
+        yield f"{kernel}, 1 to 66 parts, NaN in all that is not used"
+
+
 def check_mla_store() -> Iterator[str]:
     for dtype in (torch.float32, torch.bfloat16):
         for tokens, latent, shared in ((1, 16, 16), (3, 12, 4), (65, 512, 64), (17, 40, 1)):
@@ -541,7 +572,10 @@ def check_decode_step() -> Iterator[str]:
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
     "kda_prefill": (check_kda_prefill, check_kda_snapshots),
-    "mla_decode": (check_mla_decode, check_mla_decode_pages, check_mla_store, check_mla_values),
+    "mla_decode": (
+        *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
+        *(check_mla_store, check_mla_values),
+    ),
     "mla_prefill": (check_mla_prefill,),
     "attn_residual": (check_attn_residual,),
     "decode_step": (check_decode_step,),

@@ -1,0 +1,420 @@
+"""Absorbed MLA decode for compute capability 9.0, in Gluon: layouts and the order of waits by hand.
+
+A tile is BN latents; it lies in shared memory once and is keys and values at once. Pages hold whole
+tiles, so a tile is one run of rows, which the copy engine fetches by itself. Two tiles fit beside
+the queries of 64 heads; what counts is that the next copy begins as soon as a tile is used up.
+"""
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.6 has the second name of each, later ones the first.
+meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def tile_row(p_rows, s_page, at, end, rows_end, PAGE: gl.constexpr):
+    """Row of the latent at ``at``; past the end one outside of the pool: the copy writes zeros."""
+    row = rows_end
+    if at < end:
+        row = (gl.load(p_rows + at // PAGE * s_page) + at % PAGE).to(gl.int32)
+    return row
+
+
+@gluon.jit
+def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.constexpr):
+    """Begin to copy a block of SIZE bytes; the barrier is to wait for MORE bytes besides."""
+    mbarrier.expect(landed, SIZE + MORE)
+    begin_copy(desc, [row, column], landed, target)
+
+
+@gluon.jit
+def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Clear rows from ``left`` on: they may hold NaN, and 0 x NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(WIDTH // 64):
+        piece = tile.slice(k * 64, 64, dim=1)
+        piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def mla_decode_joint_kernel(
+    values,
+    shared,
+    q,
+    rows,
+    lengths,
+    out,
+    parts,
+    weights,
+    s_q,
+    s_qh,
+    s_rows,
+    s_page,
+    rows_end,
+    scale,
+    H,
+    SPLITS,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    PAGE: gl.constexpr,
+    BH: gl.constexpr,
+    BN: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """BH heads of one sequence over one part of its context, eight warps on every tile together.
+
+    ``values`` and ``shared`` describe blocks [BN, R] and [BN, P] of the latents; for the rest see
+    ``mla_decode_kernel``. Scores: each group of four warps has half of the tile's latents; values:
+    half of the channels.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, R // 2, 16])
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O)
+    i_h = gl.program_id(0)
+    i_b = gl.program_id(1).to(gl.int64)
+    i_s = gl.program_id(2)
+    length = gl.load(lengths + i_b).to(gl.int32)
+    share = gl.cdiv(gl.cdiv(length, SPLITS), BN) * BN
+    start = share * i_s
+    end = gl.minimum(start + share, length)
+    tiles = gl.cdiv(gl.maximum(end - start, 0), BN)
+    p_rows = rows + i_b * s_rows
+    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(landed.index(i), count=1)
+    fence_async_shared()
+    meet()
+    m_c = gl.allocate_shared_memory(gl.bfloat16, [2, BN, R], TILE)
+    m_p = gl.allocate_shared_memory(gl.bfloat16, [2, BN, P], TILE)
+    for i in gl.static_range(2):
+        if i < tiles:
+            row = tile_row(p_rows, s_page, start + i * BN, end, rows_end, PAGE)
+            fetch(values, m_c.index(i), landed.index(i), row, 0, BN * R * 2, BN * P * 2)
+            begin_copy(shared, [row, R], landed.index(i), m_p.index(i))
+
+    m_q = gl.allocate_shared_memory(gl.bfloat16, [BH, R], TILE)
+    m_qp = gl.allocate_shared_memory(gl.bfloat16, [BH, P], TILE)
+    o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, Q))
+    exists = (o_h < H)[:, None]
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, Q))
+    p_q = q + i_b * s_q + o_h[:, None] * s_qh + o_k[None, :]
+    for k in gl.static_range(R // 64):
+        m_q.slice(k * 64, 64, dim=1).store(gl.load(p_q + k * 64, mask=exists, other=0.0))
+    m_qp.store(gl.load(p_q + R, mask=exists, other=0.0))
+    m_w = gl.allocate_shared_memory(gl.bfloat16, [BH, BN], TILE)
+    fence_async_shared()
+    meet()
+
+    highest = gl.full([BH], float("-inf"), gl.float32, ROW)
+    sums = gl.zeros([BH, BN], gl.float32, S)  # of columns apart: added up once, at the end
+    zero = gl.zeros([BH, BN], gl.float32, S)
+    mixed = gl.zeros([BH, R], gl.float32, O)
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
+    for t in range(tiles):
+        slot = t & 1
+        ahead = tile_row(p_rows, s_page, start + (t + 2) * BN, end, rows_end, PAGE)
+        mbarrier.wait(landed.index(slot), (t >> 1) & 1)
+        b_c = m_c.index(slot)
+        s = warpgroup_mma(m_q, b_c.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(m_qp, m_p.index(slot).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, [s])
+        left = end - start - t * BN
+        if left < BN:
+            s = gl.where((o_n < left)[None, :], s, float("-inf"))
+            zero_rows(b_c, left, BN, R, 8)
+        higher = gl.maximum(highest, gl.max(s, 1) * scale)
+        p = gl.exp2(s * scale - higher[:, None])
+        kept = gl.exp2(highest - higher)
+        m_w.store(p.to(gl.bfloat16))
+        fence_async_shared()
+        meet()
+        sums = sums * kept[:, None] + p
+        mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
+        product = warpgroup_mma(m_w, b_c, mixed, is_async=True)
+        mixed = warpgroup_mma_wait(0, [product])
+        highest = higher
+        meet()
+        if t + 2 < tiles:
+            fetch(values, b_c, landed.index(slot), ahead, 0, BN * R * 2, BN * P * 2)
+            begin_copy(shared, [ahead, R], landed.index(slot), m_p.index(slot))
+    total = gl.sum(sums, 1)
+    # The highest score adds 1, so the sum is at least that; padding has none and gets zeros.
+    mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]
+    o_h = i_h * BH + gl.arange(0, BH, ROW_O)
+    o_r = gl.arange(0, R, gl.SliceLayout(0, O))
+    exists = (o_h < H)[:, None]
+    if WHOLE:
+        p_out = out + (i_b * H + o_h[:, None]) * R + o_r[None, :]
+        gl.store(p_out, mixed.to(out.dtype.element_ty), mask=exists)
+    elif start < length:
+        at = (i_b * H + o_h) * SPLITS + i_s
+        gl.store(parts + at[:, None] * R + o_r[None, :], mixed, mask=exists)
+        o_w = i_h * BH + gl.arange(0, BH, ROW)
+        p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
+        gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
+
+
+@gluon.jit
+def one_side(
+    values,
+    shared,
+    p_rows,
+    s_page,
+    rows_end,
+    start,
+    end,
+    length,
+    scale,
+    m_q,
+    m_qp,
+    m_mine,
+    m_others,
+    m_p,
+    m_max,
+    m_sum,
+    landed,
+    told,
+    out,
+    parts,
+    weights,
+    i_b,
+    i_h,
+    i_s,
+    H,
+    SPLITS,
+    SIDE: gl.constexpr,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    PAGE: gl.constexpr,
+    BH: gl.constexpr,
+    BN: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """What four warps do: the scores of every second tile, and half of the channels of all values.
+
+    The two sides exchange maxima and probabilities, so that one's softmax runs beside the other's
+    products. Nobody but this side uses its halves of the tiles last, so it fetches them itself.
+    Probabilities lie where the shared part of the keys lay, which is used up by then.
+
+    Barriers ``landed``: this half of tile 0 and 1 of side 0, then of side 1. ``told``: side 0 has a
+    maximum; side 1 has one, and probabilities; side 0 has probabilities; sums of 0; of 1.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 2, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    HALF: gl.constexpr = BN * (R // 2) * 2
+    REST: gl.constexpr = BN * P * 2
+    COLUMN: gl.constexpr = SIDE * (R // 2)
+    # This side uses the other side's tile last; the shared part of its keys comes with that.
+    MINE: gl.constexpr = 3 * SIDE
+    LAST: gl.constexpr = 1 + SIDE
+    pairs = gl.cdiv(gl.maximum(end - start, 0), 2 * BN)
+    if pairs > 0:
+        row = tile_row(p_rows, s_page, start + SIDE * BN, end, rows_end, PAGE)
+        fetch(values, m_mine.index(SIDE), landed.index(MINE), row, COLUMN, HALF, 0)
+        row = tile_row(p_rows, s_page, start + (1 - SIDE) * BN, end, rows_end, PAGE)
+        fetch(values, m_mine.index(1 - SIDE), landed.index(LAST), row, COLUMN, HALF, REST)
+        begin_copy(shared, [row, R], landed.index(LAST), m_p.index(1 - SIDE))
+    highest = gl.full([BH], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([BH], gl.float32, ROW)
+    zero = gl.zeros([BH, BN], gl.float32, S)
+    mixed = gl.zeros([BH, R // 2], gl.float32, O)
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
+    for j in range(pairs):
+        phase = j & 1
+        # Zero, but the compiler cannot know: else it would compute the operands' addresses before
+        # the loop and spill them (112 registers).
+        none = j >> 30
+        at = start + j * 2 * BN
+        own, other = SIDE + none, 1 - SIDE + none
+        b_own, b_other = m_mine.index(own), m_mine.index(other)
+        next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
+        next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
+        # Scores of this side's tile, its halves in the order in which they land.
+        mbarrier.wait(landed.index(MINE), phase)
+        s = warpgroup_mma(m_q.index(own), b_own.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, [s])
+        mbarrier.wait(landed.index(2 - SIDE), phase)
+        s = warpgroup_mma(m_q.index(other), m_others.index(own).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, [s])
+        left = end - at - SIDE * BN
+        if left < BN:
+            s = gl.where((o_n < left)[None, :], s, float("-inf"))
+            zero_rows(b_own, left, BN, R // 2, 4)
+        peak = gl.max(s, 1) * scale
+        if SIDE == 0:
+            higher = gl.maximum(highest, peak)
+            m_max.index(0).store(higher)
+            meet()
+            mbarrier.arrive(told.index(0), count=1)
+            p = gl.exp2(s * scale - higher[:, None])
+            b_p = p.to(gl.bfloat16)
+        else:
+            mbarrier.wait(told.index(0), phase)
+            higher = gl.maximum(m_max.index(0).load(ROW), peak)
+            p = gl.exp2(s * scale - higher[:, None])
+            b_p = p.to(gl.bfloat16)
+            m_max.index(1).store(higher)
+            m_p.index(own).store(b_p)
+            fence_async_shared()
+            meet()
+            mbarrier.arrive(told.index(1), count=1)
+        kept = gl.exp2(highest - higher)
+        total = total * kept + gl.sum(p, 1)
+        mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
+        product = warpgroup_mma(gl.convert_layout(b_p, LEFT), b_own, mixed, is_async=True)
+        mixed = warpgroup_mma_wait(0, [product])
+        meet()
+        if j + 1 < pairs:
+            fetch(values, b_own, landed.index(MINE), next_own, COLUMN, HALF, 0)
+        if SIDE == 0:
+            mbarrier.wait(told.index(1), phase)
+            highest = m_max.index(1).load(ROW)
+            kept = gl.exp2(higher - highest)
+            total = total * kept
+            m_p.index(own).store((p * kept[:, None]).to(gl.bfloat16))
+            fence_async_shared()
+            meet()
+            mbarrier.arrive(told.index(2), count=1)
+            mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
+        else:
+            mbarrier.wait(told.index(2), phase)
+            highest = higher
+        # The other side has waited for this tile; who reads what a copy wrote waits himself.
+        mbarrier.wait(landed.index(LAST), phase)
+        left = end - at - (1 - SIDE) * BN
+        if left < BN:
+            zero_rows(b_other, left, BN, R // 2, 4)
+        product = warpgroup_mma(m_p.index(other), b_other, mixed, is_async=True)
+        mixed = warpgroup_mma_wait(0, [product])
+        meet()
+        if j + 1 < pairs:
+            fetch(values, b_other, landed.index(LAST), next_other, COLUMN, HALF, REST)
+            begin_copy(shared, [next_other, R], landed.index(LAST), m_p.index(other))
+    m_sum.index(SIDE).store(total)
+    meet()
+    mbarrier.arrive(told.index(3 + SIDE), count=1)
+    mbarrier.wait(told.index(4 - SIDE), 0)
+    total = total + m_sum.index(1 - SIDE).load(ROW)
+    mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]
+    o_h = i_h * BH + gl.arange(0, BH, ROW_O)
+    o_r = COLUMN + gl.arange(0, R // 2, gl.SliceLayout(0, O))
+    exists = (o_h < H)[:, None]
+    if WHOLE:
+        p_out = out + (i_b * H + o_h[:, None]) * R + o_r[None, :]
+        gl.store(p_out, mixed.to(out.dtype.element_ty), mask=exists)
+    elif start < length:
+        part = (i_b * H + o_h) * SPLITS + i_s
+        gl.store(parts + part[:, None] * R + o_r[None, :], mixed, mask=exists)
+        if SIDE == 0:
+            o_w = i_h * BH + gl.arange(0, BH, ROW)
+            p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
+            gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
+
+
+@gluon.jit
+def mla_decode_sides_kernel(
+    values,
+    shared,
+    q,
+    rows,
+    lengths,
+    out,
+    parts,
+    weights,
+    s_q,
+    s_qh,
+    s_rows,
+    s_page,
+    rows_end,
+    scale,
+    H,
+    SPLITS,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    PAGE: gl.constexpr,
+    BH: gl.constexpr,
+    BN: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """BH heads of one sequence over one part of its context, two tiles at a time: ``one_side``.
+
+    ``values`` describes blocks [BN, R / 2]. After FlashMLA's schedule for Hopper.
+    """
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    i_h = gl.program_id(0)
+    i_b = gl.program_id(1).to(gl.int64)
+    i_s = gl.program_id(2)
+    length = gl.load(lengths + i_b).to(gl.int32)
+    share = gl.cdiv(gl.cdiv(length, SPLITS), BN) * BN
+    start = share * i_s
+    end = gl.minimum(start + share, length)
+    p_rows = rows + i_b * s_rows
+    landed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(landed.index(i), count=1)
+    for i in gl.static_range(5):
+        mbarrier.init(told.index(i), count=1)
+    m_left = gl.allocate_shared_memory(gl.bfloat16, [2, BN, R // 2], TILE)
+    m_right = gl.allocate_shared_memory(gl.bfloat16, [2, BN, R // 2], TILE)
+    m_p = gl.allocate_shared_memory(gl.bfloat16, [2, BN, P], TILE)
+    m_q = gl.allocate_shared_memory(gl.bfloat16, [2, BH, R // 2], TILE)
+    m_qp = gl.allocate_shared_memory(gl.bfloat16, [1, BH, P], TILE)
+    m_max = gl.allocate_shared_memory(gl.float32, [2, BH], FLAT)
+    m_sum = gl.allocate_shared_memory(gl.float32, [2, BH], FLAT)
+    o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, Q))
+    exists = (o_h < H)[:, None]
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, Q))
+    p_q = q + i_b * s_q + o_h[:, None] * s_qh + o_k[None, :]
+    for i in gl.static_range(2):
+        for k in gl.static_range(R // 128):
+            b_q = gl.load(p_q + i * (R // 2) + k * 64, mask=exists, other=0.0)
+            m_q.index(i).slice(k * 64, 64, dim=1).store(b_q)
+    m_qp.index(0).store(gl.load(p_q + R, mask=exists, other=0.0))
+    fence_async_shared()
+    meet()
+    gl.warp_specialize(
+        [
+            (
+                one_side,
+                (
+                    values, shared, p_rows, s_page, rows_end, start, end, length, scale, m_q, m_qp,
+                    m_left, m_right, m_p, m_max, m_sum, landed, told, out, parts, weights, i_b, i_h,
+                    i_s, H, SPLITS, 0, R, P, PAGE, BH, BN, WHOLE,
+                ),
+            ),
+            (
+                one_side,
+                (
+                    values, shared, p_rows, s_page, rows_end, start, end, length, scale, m_q, m_qp,
+                    m_right, m_left, m_p, m_max, m_sum, landed, told, out, parts, weights, i_b, i_h,
+                    i_s, H, SPLITS, 1, R, P, PAGE, BH, BN, WHOLE,
+                ),
+            ),
+        ],
+        [4],
+        [240],
+    )  # fmt: skip

@@ -1,0 +1,300 @@
+"""Run Gluon kernels for Hopper on a CPU, where Triton has no interpreter for them.
+
+What is asynchronous happens as late as it may, and until then nobody may rely on it: a copy leaves
+NaN in its target until somebody waits for its barrier, and a product reads its operands only when
+it is waited for. Warp groups are threads that meet at barriers alone, and are held up at random.
+What depends on the order of warps inside a group, or on layouts, this cannot show.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+PATIENCE = 20.0
+"""Seconds until a wait counts as a deadlock."""
+
+_meeting = threading.Condition()
+
+
+class Pointer:
+    """An address, or a block of them, in the memory of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
+        self.tensor, self.at = tensor, at
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.tensor, self.at + offset)
+
+    def cells(self, mask: Any) -> tuple[torch.Tensor, Any, Any]:
+        """All memory in a row, indices into it, and which of them count."""
+        flat = torch.as_strided(
+            self.tensor, (self.tensor.untyped_storage().nbytes() // self.tensor.itemsize,), (1,), 0
+        )
+        at = torch.as_tensor(self.at) + self.tensor.storage_offset()
+        live = torch.as_tensor(True if mask is None else mask).expand(at.shape)
+        assert ((at >= 0) & (at < len(flat)) | ~live).all(), "outside of the tensor's memory"
+        return flat, torch.where(live, at, 0), live
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.tensor[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.tensor.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.tensor.permute(order))
+
+    def load(self, _layout: Any) -> torch.Tensor:
+        return self.tensor.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.dtype == self.tensor.dtype
+        assert value.shape == self.tensor.shape
+        self.tensor.copy_(value)
+
+
+class Product:
+    """A matrix product under way."""
+
+    def __init__(self, a: Any, b: Shared, c: Any, *, add: bool) -> None:
+        self.a, self.b, self.c, self.add = a, b, c, add
+        self.done: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        if self.done is None:
+            a = self.a.tensor if isinstance(self.a, Shared) else self.a
+            self.done = a.float() @ self.b.tensor.float()
+            if self.add:
+                self.done += self.c.value() if isinstance(self.c, Product) else self.c
+        return self.done
+
+
+class Descriptor:
+    """Of blocks of a matrix; outside of it they have zeros."""
+
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, int]) -> None:
+        self.tensor, self.block = tensor, block
+
+    def read(self, row: int, column: int) -> torch.Tensor:
+        whole = torch.zeros(self.block, dtype=self.tensor.dtype)
+        part = self.tensor[row : row + self.block[0], column : column + self.block[1]]
+        whole[: part.shape[0], : part.shape[1]] = part
+        return whole
+
+
+class Barrier:
+    """Completes a phase when all have arrived and all announced bytes are there."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.phase = self.bytes = 0
+        self.copies: list[tuple[Shared, torch.Tensor]] = []
+
+    def change(self, *, arrived: int = 0, expected: int = 0) -> None:
+        self.missing -= arrived
+        self.bytes += expected
+        assert self.missing >= 0, "more arrivals than were announced"
+        if not self.missing and not self.bytes:
+            self.phase ^= 1
+            self.missing = self.count
+            _meeting.notify_all()
+
+    def passed(self, phase: int) -> bool:
+        """Whether the phase is over, now that all copies of this moment have been made."""
+        for target, block in self.copies:
+            target.tensor.copy_(block)
+        size = sum(block.nbytes for _, block in self.copies)
+        self.copies = []
+        if size:
+            self.change(expected=-size)
+        return self.phase != phase
+
+
+class Barriers:
+    def __init__(self, number: int) -> None:
+        self.all = [Barrier() for _ in range(number)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+class _Language(ModuleType):
+    """Stands for ``triton.experimental.gluon.language``; one per program of a launch."""
+
+    int32, int64 = torch.int32, torch.int64
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
+    static_range = range
+
+    def __init__(self, program: tuple[int, ...]) -> None:
+        super().__init__("gl")
+        self.program = program
+
+    def program_id(self, axis: int) -> torch.Tensor:
+        return torch.tensor(self.program[axis], dtype=torch.int32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout") or name == "constexpr":
+            return lambda *_: None
+        raise AttributeError(name)
+
+    @staticmethod
+    def cdiv(a: Any, b: Any) -> Any:
+        return (a + b - 1) // b
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> torch.Tensor:
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> torch.Tensor:
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+
+    @staticmethod
+    def arange(start: int, end: int, _layout: Any) -> torch.Tensor:
+        return torch.arange(start, end, dtype=torch.int32)
+
+    @staticmethod
+    def full(shape: list[int], value: float, dtype: torch.dtype, _layout: Any) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype)
+
+    @staticmethod
+    def zeros(shape: list[int], dtype: torch.dtype, _layout: Any) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    where = staticmethod(torch.where)
+
+    @staticmethod
+    def max(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.amax(axis)
+
+    @staticmethod
+    def sum(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.sum(axis)
+
+    @staticmethod
+    def convert_layout(x: torch.Tensor, _layout: Any) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def load(at: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+        flat, where, live = at.cells(mask)
+        return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
+
+    @staticmethod
+    def store(at: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+        flat, where, live = at.cells(mask)
+        assert value.dtype == flat.dtype
+        flat[where[live].long()] = value.expand(where.shape)[live]
+
+    @staticmethod
+    def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
+        if dtype == torch.int64:
+            return Barriers(shape[0])
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    @staticmethod
+    def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
+        failures: list[BaseException] = []
+
+        def work(function: Any, args: tuple[Any, ...]) -> None:
+            try:
+                function(*args)
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=group) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.missing = count
+
+
+def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
+    if pred:
+        with _meeting:
+            barrier.change(expected=size)
+            barrier.change(arrived=1)
+
+
+def _arrive(barrier: Barrier, count: int) -> None:
+    time.sleep(random.choice((0, 0, 1e-3)))
+    with _meeting:
+        barrier.change(arrived=count)
+
+
+def _wait(barrier: Barrier, phase: Any) -> None:
+    time.sleep(random.choice((0, 0, 1e-3)))
+    with _meeting:
+        assert _meeting.wait_for(lambda: barrier.passed(int(phase)), PATIENCE), "nobody came"
+
+
+def _copy(
+    source: Descriptor, at: list[Any], barrier: Barrier, target: Shared, pred: Any = True
+) -> None:
+    if pred:
+        assert target.tensor.shape == source.block
+        block = source.read(*(int(x) for x in at))
+        with _meeting:
+            target.tensor.fill_(float("nan"))
+            barrier.copies.append((target, block))
+            _meeting.notify_all()
+
+
+def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+    product = Product(a, b, c, add=use_acc)
+    return product if is_async else product.value()
+
+
+def _finish(outstanding: int, deps: list[Product]) -> Any:
+    assert not outstanding, "which of the products are done is not known here"
+    values = tuple(product.value() for product in deps)
+    return values[0] if len(values) == 1 else values
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+    """Run ``kernel`` for every program of ``grid``, one after another.
+
+    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks.
+    """
+    scope = kernel.fn.__globals__
+    pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
+    for x in range(grid[0]):
+        for y in range(grid[1]):
+            for z in range(grid[2]):
+                names = {
+                    **scope,
+                    "gl": _Language((x, y, z)),
+                    "mbarrier": SimpleNamespace(
+                        init=_init, expect=_expect, arrive=_arrive, wait=_wait,
+                        MBarrierLayout=lambda: None,
+                    ),
+                    "begin_copy": _copy,
+                    "meet": lambda: None,
+                    "fence_async_shared": lambda: None,
+                    "warpgroup_mma": _product,
+                    "warpgroup_mma_wait": _finish,
+                }  # fmt: skip
+                for name, value in scope.items():
+                    if isinstance(getattr(value, "fn", None), FunctionType):
+                        names[name] = FunctionType(value.fn.__code__, names, name)
+                names[kernel.fn.__name__](*pointers, **constants)

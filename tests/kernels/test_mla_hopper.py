@@ -1,0 +1,74 @@
+"""The Gluon kernels of MLA decode, on a CPU: all that is asynchronous comes as late as it may."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from k3vl.kernels.mla.reference import mla_decode_reference
+
+HEADS, LATENT, SHARED, PAGE = 70, 512, 64, 64
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("kernel", ["joint", "sides"])
+def test_kernel_is_its_reference(kernel: str, splits: int) -> None:
+    """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
+    from tests.kernels.gluon_on_cpu import Descriptor, launch
+
+    torch.manual_seed(splits)
+    random.seed(splits)
+    lengths = torch.tensor([1, 0, 64, 65, 3 * PAGE - 1, 129, 256])
+    batch, most = len(lengths), 4
+    latents = torch.randn(batch * most * (PAGE + 7), LATENT + SHARED).bfloat16()
+    begins = torch.randperm(batch * most).view(batch, most) * (PAGE + 7)
+    unused = torch.ones(len(latents), dtype=torch.bool)
+    for b, length in enumerate(lengths.tolist()):
+        for t in range(length):
+            unused[begins[b, t // PAGE] + t % PAGE] = False
+    latents[unused] = float("nan")
+    clean = begins.clone()
+    begins[1] = 2**62  # a padding row's table is never read
+    begins = begins.T.contiguous().T
+    q = torch.randn(batch, HEADS, LATENT + SHARED).bfloat16()
+    out = torch.full((batch, HEADS, LATENT), float("nan"), dtype=torch.bfloat16)
+    parts = torch.full((batch, HEADS, splits, LATENT), float("nan"))
+    weights = torch.full((batch, HEADS, splits), float("nan"))
+
+    def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
+        described = (Descriptor(matrix, tuple(block)) for block in blocks)
+        launch(kernel, grid, *described, *args, **constants)
+
+    assert hopper_takes(q, latents, begins, LATENT, PAGE)
+    shape = HopperShape(kernel, splits)
+    results = out, parts, weights
+    hopper_parts(
+        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, launch=on_cpu
+    )
+    if splits > 1:
+        empty = weights.isnan()
+        assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
+        share = weights.masked_fill(empty, float("-inf")).mul(0.6931471805599453).softmax(-1)
+        out = (share.nan_to_num().unsqueeze(-1) * parts.nan_to_num()).sum(2)
+    clean_latents = latents.double().nan_to_num()
+    want = mla_decode_reference(q.double(), clean_latents, clean, lengths, LATENT, 0.05, PAGE)
+    assert not out[1].any(), "padding gets zeros"
+    for b in range(batch):
+        assert (out[b] - want[b]).norm() <= 4e-3 * want[b].norm(), lengths[b]
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.mla.hopper import hopper_takes
+
+    q, rows = torch.zeros(1, 3, 576, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.int64)
+    latents = torch.zeros(200, 580, dtype=torch.bfloat16)
+    assert hopper_takes(q, latents[:, :576].contiguous(), rows, 512, 128)
+    assert not hopper_takes(q, latents[:, :576], rows, 512, 64), "rows of 1160 bytes"
+    assert not hopper_takes(q, latents[:, 4:].contiguous(), rows, 512, 48), "a tile over two pages"
+    assert not hopper_takes(q.float(), latents[:, :576].contiguous().float(), rows, 512, 64)
+    assert not hopper_takes(q, latents[:, :576].contiguous(), rows.int(), 512, 64)
