@@ -62,13 +62,18 @@ def mla_decode_kernel(
     total = tl.zeros([BH], tl.float32)
     mixed = tl.zeros([BH, R], tl.float32)
     p_rows = rows + i_b * s_rows
-    o_t = start + o_n
-    line = tl.load(p_rows + o_t // PAGE * s_page, mask=o_t < end, other=0) + o_t % PAGE
+    line = tl.zeros([BN], tl.int64)
+    if STAGES <= 2:
+        o_t = start + o_n
+        line += tl.load(p_rows + o_t // PAGE * s_page, mask=o_t < end, other=0) + o_t % PAGE
     for n in tl.range(start, end, BN, num_stages=STAGES):
         live = n + o_n < end
-        # Where the next rows lie is asked for a whole block before they are.
-        o_t = n + BN + o_n
-        following = tl.load(p_rows + o_t // PAGE * s_page, mask=o_t < end, other=0) + o_t % PAGE
+        # Where rows lie is asked for a whole block before they are: by hand, or in more than two
+        # stages by the compiler, which gives up on all loads where it is done by hand.
+        o_t = n + o_n + (BN if STAGES <= 2 else 0)
+        found = tl.load(p_rows + o_t // PAGE * s_page, mask=o_t < end, other=0) + o_t % PAGE
+        if STAGES > 2:
+            line = found
         # Rows past the end are not read: 0 x NaN would be NaN.
         p_line = latents + line[:, None] * s_latents
         b_c = tl.load(p_line + o_r[None, :], mask=live[:, None], other=0.0)
@@ -82,7 +87,8 @@ def mla_decode_kernel(
         total = total * kept + tl.sum(p, 1)
         mixed = tl.dot(p.to(b_c.dtype), b_c, mixed * kept[:, None], input_precision=PRECISION)
         highest = higher
-        line = following
+        if STAGES <= 2:
+            line = found
     if WHOLE:
         # The highest score adds 1, so the sum is at least that; padding has none and gets zeros.
         mixed /= tl.maximum(total, 1.0)[:, None]

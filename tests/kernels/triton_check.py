@@ -325,7 +325,8 @@ def check_mla_decode() -> Iterator[str]:
             want = mla_decode_reference(q.double(), latents.double(), rows, lengths, latent, 0.1)
             half = dtype != torch.float32
             block = 16 if heads < 64 or not half else 64
-            shapes = [None, *(DecodeShape(block, 16, 4, 1, splits) for splits in (1, 4, 7))]
+            ways = ((1, 1), (1, 4), (3, 4), (1, 7))
+            shapes = [None, *(DecodeShape(block, 16, 4, *way) for way in ways)]
             for shape in shapes:
                 got = mla_decode(q, latents, rows, lengths, latent, 0.1, shape=shape)
                 close(f"mla_decode {dtype} {shape}", got, want, bound(dtype))
@@ -353,8 +354,9 @@ def check_mla_decode_pages() -> Iterator[str]:
             q[1] = 1.0
             args = (latents.double().nan_to_num(), clean, lengths, latent, 0.2, page)
             want = mla_decode_reference(q.double(), *args)
+            ways = ((1, 1), (3, 1), (1, 3), (3, 40))
             for table in (begins, begins.T.contiguous().T):
-                for shape in (None, *(DecodeShape(16, 16, 4, 1, splits) for splits in (1, 3, 40))):
+                for shape in (None, *(DecodeShape(16, 16, 4, *way) for way in ways)):
                     got = mla_decode(q, latents, table, lengths, latent, 0.2, page, shape=shape)
                     close(f"pages of {page} {dtype} {shape}", got, want, bound(dtype))
                     assert not got[1].any(), "padding gets zeros"
