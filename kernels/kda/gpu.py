@@ -378,7 +378,8 @@ def _in_parts(
         )
         if side:
             side.wait_stream(torch.cuda.current_stream(device))
-        starts, grid = out, (key // layout.values, sequences * heads)
+        starts = out
+        grid: tuple[int, ...] = (key // layout.values, sequences * heads)
         if layout.segment:
             of = (pool.states, pool.cells, pool.cu_seqlens, pool.ends, chunks)
             starts = start_states(*of, qkv.shape[0], layout.segment)
