@@ -95,7 +95,7 @@ def kda_decode(
     kernel, grid, sizes = kda_step_kernel, count, {"BV": min(tile, key)}
     if stay:
         kernel, grid = kda_steps_kernel, min(count, stay * _PROGRAMS)
-        sizes = {"N": count, "STAGES": 2}
+        sizes = {"N": count, "STAGES": 3 if stay == 1 else 2}  # what fits in shared memory
     kernel[(grid,)](
         qkv,
         gate,
