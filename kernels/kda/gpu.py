@@ -95,7 +95,7 @@ def kda_decode(
     kernel, grid, sizes = kda_step_kernel, count, {"BV": min(tile, key)}
     if stay:
         kernel, grid = kda_steps_kernel, min(count, stay * _PROGRAMS)
-        sizes = {"N": count, "STAGES": 2}
+        sizes = {"N": count, "STAGES": 3 if stay == 1 else 2}  # what fits in shared memory
     kernel[(grid,)](
         qkv,
         gate,
@@ -378,7 +378,8 @@ def _in_parts(
         )
         if side:
             side.wait_stream(torch.cuda.current_stream(device))
-        starts, grid = out, (key // layout.values, sequences * heads)
+        starts = out
+        grid: tuple[int, ...] = (key // layout.values, sequences * heads)
         if layout.segment:
             of = (pool.states, pool.cells, pool.cu_seqlens, pool.ends, chunks)
             starts = start_states(*of, qkv.shape[0], layout.segment)

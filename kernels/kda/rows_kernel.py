@@ -86,7 +86,7 @@ def _convolve_rows(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lowest_slot"])
 def kda_prepare_rows_kernel(
     qkv,
     decay,
@@ -218,7 +218,7 @@ def kda_prepare_rows_kernel(
     tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lowest_slot"])
 def kda_norm_slots_kernel(
     x, gate, o_norm, cu_seqlens, ends, s_gate, eps, S, H, lowest_slot,
     BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,

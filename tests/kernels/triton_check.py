@@ -235,9 +235,10 @@ def run_prefill(
     shapes: list[PrefillShape | None] = [None]
     if ON_GPU and dtype != torch.float32:
         shapes += [PrefillShape(key // 2, 4, 4, 168), PrefillShape(key, 8, 3, None)]
-        shapes += [PrefillShape(64, 4, 3, 168, parts) for parts in (1, 4)]
-        shapes += [PrefillShape(64, 4, 3, 168, 1, segment) for segment in (1, 8)]
-        shapes += [PrefillShape(key, 8, 3, None, parts=3)] * (key == 128)
+        shapes += [PrefillShape(64, 4, 3, 168, parts=4)]
+        if key == 128:
+            shapes += [PrefillShape(64, 4, 3, 168, 1, segment) for segment in (0, 1, 8)]
+            shapes += [PrefillShape(key, 8, 3, 168, parts=3)]
     elif not ON_GPU and key == 32:
         shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, parts=3)]
         shapes += [PrefillShape(32, 4, 1, None, parts=1)]
