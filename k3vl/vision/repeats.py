@@ -103,7 +103,8 @@ class _Batch:
 
     def __init__(self, tower: VisionTower, projector: PatchMerger, key: Key) -> None:
         grids, dtype = key
-        plan = tower.plan(grids)
+        # A graph knows addresses, not tensors: what it reads is held here.
+        self.plan = plan = tower.plan(grids)
         patches = tower.patch_weight.new_zeros(
             (sum(plan.items.lengths), *tower.patch_weight.shape[1:]), dtype=dtype
         )

@@ -6,11 +6,15 @@ Graphs need a device; what surrounds them runs here, with passes that are done a
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
+import weakref
 from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from k3vl.config import K3_MEDIA
 from k3vl.errors import BackendError
@@ -246,6 +250,46 @@ def test_a_record_that_fails_costs_no_other_item() -> None:
             assert not isinstance(rows, BackendError)
             assert torch.equal(rows, alone(one))
     assert runner.made, "later it worked"
+
+
+class Addresses(TorchDispatchMode):
+    """Notes every tensor that operators read and that none of them has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[weakref.ref[torch.Tensor]] = []
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.read += [weakref.ref(x) for x in given if all(x is not own for own in self.made)]
+        out = func(*args, **(kwargs or {}))
+        self.made += [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        return out
+
+
+def test_what_a_record_reads_stays_as_long_as_it() -> None:
+    """As a graph, this runner holds no tensor but the result."""
+    seen = Addresses()
+
+    class Forgetful:
+        def make(self, step):
+            with seen:
+                out = step()
+            seen.made.clear()
+            return lambda: out
+
+    tower, projector = tiny_models()
+    ours = VisionEncoder(tower, projector, runner=Forgetful())
+    for turn in range(2):
+        ours.encode([item(2, 4, 2, seed=turn)])
+    tower._plans.clear()
+    gc.collect()
+    assert len(seen.read) > 15, "weights, patches, positions, rotations"
+    assert all(ref() is not None for ref in seen.read)
+    ours.repeats._records.clear()
+    gc.collect()
+    assert sum(ref() is None for ref in seen.read) >= 3, "and no longer"
 
 
 # ------------------------------------------------------------------ with the Triton kernels
