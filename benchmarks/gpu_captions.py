@@ -264,7 +264,7 @@ def equality(options: Options, paths: list[Path]) -> dict[str, Any]:
     kinds |= {f"GPU {dtype}": (options.device, dtype) for dtype in options.dtypes}
     company = {"reuse": False, "max_requests": IN_COMPANY}
     ways: dict[str, tuple[dict[str, Any], int, int]] = {
-        "alone": ({"reuse": False}, 1, 1),
+        "alone": ({"reuse": False, "exact_decode": True}, 1, 1),
         f"{IN_COMPANY} in flight": (company, IN_COMPANY, 1),
         f"{IN_COMPANY} in flight, exact_decode": ({**company, "exact_decode": True}, IN_COMPANY, 1),
         "warm": ({"reuse": True}, 1, 2),
