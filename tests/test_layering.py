@@ -164,6 +164,19 @@ def test_the_rule_catches(module: str, target: str) -> None:
     assert violation(module, target)
 
 
+def test_no_generic_dataclass_asks_for_a_slot_of_weak_references() -> None:
+    """Python 3.12.3 forgets it (gh-118033), and Ubuntu 24.04 has that Python."""
+    asked = [
+        f"{name}.{node.name}"
+        for path, name in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any("weakref_slot" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and any(isinstance(base, ast.Subscript) for base in node.bases)
+    ]
+    assert asked == []
+
+
 def test_files_and_functions_stay_small() -> None:
     too_long = []
     for path, name in modules():

@@ -28,7 +28,8 @@ E_co = TypeVar("E_co", bound=Experts, covariant=True)
 E_contra = TypeVar("E_contra", bound=Experts, contravariant=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+# No slots: of a generic class, Python 3.12.3 forgets the one for weak references (gh-118033).
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MoEWeights(Generic[E_co]):
     """One layer's weights and how it routes.
 
