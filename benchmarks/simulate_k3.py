@@ -224,7 +224,7 @@ def traces() -> dict[str, list[list[Turn]]]:
         "mixed": agents(rng, 15, 3000) + chats(rng, 60, 4000) + captions(rng, 120, 5000),
         "captioning flood": captions(rng, 300, 2000),
         "multi-image chat": chats(rng, 120, 1000),
-        "agent sessions": agents(rng, 30, 0),
+        "30 agent sessions": agents(rng, 30, 0),
         **{f"{n} agent sessions": agents(random.Random(n), n, 0) for n in AGENTS},
     }
 
