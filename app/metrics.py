@@ -9,11 +9,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client import Metric
 
     from k3vl.lm.stats import EngineStats
     from k3vl.types import Usage
@@ -23,14 +25,14 @@ _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class _EngineGauges(Collector):
+class _EngineNumbers(Collector):
     """Asks the engine when somebody looks."""
 
     def __init__(self, read: Callable[[], EngineStats | None]) -> None:
         self._read = read
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The engine's gauges."""
+    def collect(self) -> Iterator[Metric]:
+        """What the engine holds now, and what it has counted."""
         stats = self._read()
         held = GaugeMetricFamily("k3vl_cache_bytes", "Bytes held, by kind.", labels=["kind"])
         for kind, value in (stats.bytes_by_kind if stats else {}).items():
@@ -41,6 +43,35 @@ class _EngineGauges(Collector):
             "Holds on media features that must stay.",
             value=stats.feature_pins if stats else 0,
         )
+        if stats is None:
+            return
+        yield GaugeMetricFamily(
+            "k3vl_engine_running_mean",
+            "Requests that run at once, mean over all steps.",
+            value=stats.mean_running,
+        )
+        found = {"hit": stats.hit_tokens, "miss": stats.prompt_tokens - stats.hit_tokens}
+        made = {"hit": stats.feature_hits, "miss": stats.feature_misses}
+        queue = {"queue": stats.queue_seconds, "first_token": stats.first_token_seconds}
+        yield _counted("k3vl_prefix_lookups", "Requests by what was known of them.", stats.lookups)
+        yield _counted("k3vl_prefix_tokens", "Prompt tokens found and not found.", found)
+        yield _counted("k3vl_encoder_lookups", "Media features found and not found.", made)
+        yield _counted("k3vl_cache_evictions", "What went to make room, by kind.", stats.evictions)
+        yield _counted("k3vl_stage_seconds", "Time by stage of a step.", stats.stage_seconds)
+        yield _counted("k3vl_wait_seconds", "From arrival to admission and first token.", queue)
+        for name, text, value in (
+            ("preemptions", "Requests that gave way.", stats.preemptions),
+            ("lost_tokens", "Tokens asked for again after eviction.", stats.lost_tokens),
+            ("held_back", "Steps that spared kept prefixes.", stats.held_back),
+        ):
+            yield CounterMetricFamily(f"k3vl_engine_{name}", text, value=value)
+
+
+def _counted(name: str, text: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=["kind"])
+    for kind, value in values.items():
+        family.add_metric([kind], value)
+    return family
 
 
 class Metrics:
@@ -53,7 +84,7 @@ class Metrics:
             stats: what the engine reports of itself, if it does.
         """
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineGauges(stats))
+        self.registry.register(_EngineNumbers(stats))
         self.running = self._gauge("k3vl_requests_running", "Requests that generate.")
         self.waiting = self._gauge(
             "k3vl_requests_waiting", "Requests that are read, prepared or queued."

@@ -1,13 +1,19 @@
 """K3 at its real size, without weights: the scheduler and arena of the engine under a cost model.
 
     python benchmarks/simulate_k3.py [--output benchmarks/simulate_k3.json]
+        [--plot docs/simulate-k3.png]
 
-Four traces run through the same scheduler code over three memories of equal size:
+The plot wants matplotlib, which k3vl does not.
+
+The traces run through the same scheduler code over three memories of equal size:
 
 - ``one arena``: what the engine does, pages of 64 tokens;
 - ``static split``: 0.9 bytes of state for every byte of pages, five slots a running request, as
   SGLang divides by default; checkpoints live in the state part, pages and features in the other;
 - ``1536-token blocks``: one memory, prefixes and states at multiples of 1536 tokens only, as vLLM.
+
+Order and choice of evictions are the same for all; the last two admit in order of arrival whoever
+fits, as those engines do.
 
 The clock is simulated. Cost model: decode by batch size and prefill by token as published hardware
 allows (roofline of one H200 divided by the number of GPUs), 2.2 microseconds a patch.
@@ -24,6 +30,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3vl.lm.admission import Admission
 from k3vl.lm.arena import Arena, Entry
 from k3vl.lm.cache import CacheSizes
 from k3vl.lm.features import MediaItem
@@ -38,6 +45,9 @@ LATENT_ROW, FEATURE_ROW = 1_152, 14_336
 DECODE_MS = ((1, 32.1), (8, 73.1), (64, 273.0), (512, 380.0))
 PREFILL_MS = 0.27
 PATCH_MS = 0.0022
+
+AGENTS = (20, 40, 60, 80)
+"""Sessions; the memory holds the prefixes of some 40."""
 
 Piece = tuple[str, int]
 
@@ -73,6 +83,10 @@ class SplitArena(Arena):
         super().__init__(size - state_units)
         self.states = Arena(state_units)
 
+    @property
+    def floor(self) -> float:
+        return self.states.floor
+
     def of(self, kind: str) -> Arena | None:
         return self.states if kind in ("slot", "checkpoint") else None
 
@@ -84,7 +98,7 @@ class SplitArena(Arena):
         part = self.of(kind)
         if part is None:
             return super().try_take(units, kind, rank)
-        return part.try_take(units, kind, part.floor + rank - self.floor)
+        return part.try_take(units, kind, rank)
 
     def give_back(self, units, kind):
         part = self.of(kind)
@@ -92,6 +106,13 @@ class SplitArena(Arena):
 
     def relabel(self, units, old, new):
         self.states.relabel(units, old, new)
+
+    def _cheapest(self):
+        while True:
+            try:
+                return super()._cheapest()
+            except IndexError:  # pages stay while a state needs them: let the other part give way
+                self.states._evict(self.states._cheapest())
 
 
 def _routed(name: str):
@@ -102,12 +123,30 @@ def _routed(name: str):
     return method
 
 
-for _name in ("keep", "touch", "hold", "release", "lead", "drop"):
+for _name in ("keep", "touch", "hold", "release", "lead", "deem", "drop"):
     setattr(SplitArena, _name, _routed(_name))
 
 
-class SplitScheduler(Scheduler):
-    """The same rules over a static split."""
+class InOrder(Admission):
+    """First come, first served, whatever goes for it."""
+
+    def in_turn(self, waiting):
+        return list(waiting)
+
+    def holds_back(self, sequence, hit, running):
+        return False
+
+
+class InOrderScheduler(Scheduler):
+    """The same rules, but for admission."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.admission = InOrder(sizes=self.sizes, arena=self.arena, tree=self.tree)
+
+
+class SplitScheduler(InOrderScheduler):
+    """The same over a static split."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +164,7 @@ MEMORIES = {
     "static split": lambda: SplitScheduler(
         sizes=sizes(64), max_step_tokens=8192, prefill_chunk=8192
     ),
-    "1536-token blocks": lambda: Scheduler(
+    "1536-token blocks": lambda: InOrderScheduler(
         sizes=sizes(1536), max_step_tokens=8192, prefill_chunk=8192
     ),
 }
@@ -185,7 +224,8 @@ def traces() -> dict[str, list[list[Turn]]]:
         "mixed": agents(rng, 15, 3000) + chats(rng, 60, 4000) + captions(rng, 120, 5000),
         "captioning flood": captions(rng, 300, 2000),
         "multi-image chat": chats(rng, 120, 1000),
-        "agent sessions": agents(rng, 30, 0),
+        "30 agent sessions": agents(rng, 30, 0),
+        **{f"{n} agent sessions": agents(random.Random(n), n, 0) for n in AGENTS},
     }
 
 
@@ -274,6 +314,7 @@ def simulate(scheduler: Scheduler, sessions: list[list[Turn]]) -> dict[str, floa
         "hit_rate": counts.hit_tokens / counts.prompt_tokens,
         "ttft_mean": sum(first) / len(first),
         "ttft_p95": first[int(0.95 * len(first))],
+        "ttft_max": first[-1],
         "tokens_recomputed": recomputed,
         "preemptions": counts.preemptions,
     }
@@ -295,11 +336,42 @@ def sequence(number: int, turn: Turn, page: int) -> Sequence:
     )
 
 
+def plot(results: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
+    """One panel a figure, one group of bars a trace."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = (
+        ("concurrency_mean", "requests that run, mean", 1),
+        ("hit_rate", "prompt tokens found, %", 100),
+        ("ttft_mean", "time to first token, mean, s", 1),
+        ("output_tokens_per_second", "output tokens a second", 1),
+        ("tokens_recomputed", "prompt tokens computed again, M", 1e-6),
+    )
+    figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 4), sharey=True)
+    names = list(results)
+    for axis, (key, title, scale) in zip(axes, panels, strict=True):
+        for at, memory in enumerate(MEMORIES):
+            across = [i + 0.27 * (at - 1) for i in range(len(names))]
+            values = [scale * results[name][memory][key] for name in names]
+            axis.barh(across, values, height=0.27, label=memory)
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=8)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    axes[-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).resolve().parent / "simulate_k3.json"
     )
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, sessions in traces().items():
@@ -310,6 +382,8 @@ def main() -> None:
             print(f"{name:18} {memory:18}", json.dumps(results[name][memory]), flush=True)
     record = {"budget_bytes": BUDGET, "gpus": GPUS, "results": results}
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        plot(results, options.plot)
 
 
 if __name__ == "__main__":

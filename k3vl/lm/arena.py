@@ -11,7 +11,8 @@ Who owns a unit::
 No ratio between the kinds is configured. Whoever needs units takes free ones, then idle ones in
 the order of value lost per unit, aged: an entry's rank is its value plus the rank that the last
 evicted entry had when this one was last used (GreedyDual), so what was worth much but is never
-asked for goes in time. Nothing that is referenced is ever moved or taken.
+asked for goes in time. What is spare, nobody being likely to ask for it, gains nothing by use and
+so goes before the rest. Nothing that is referenced is ever moved or taken.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Entry:
         spill: called before that, while their content is still there.
         leading: False while other entries depend on this one (a page with pages behind it).
         refs: requests that use it now.
+        spare: nobody is likely to ask for it.
     """
 
     kind: Kind
@@ -68,6 +70,7 @@ class Entry:
     spill: Callable[[], None] | None = None
     leading: bool = True
     refs: int = 0
+    spare: bool = False
     kept: bool = field(default=False, init=False)
     used_at: float = field(default=0.0, init=False)
     stamp: int = field(default=-1, init=False)
@@ -75,7 +78,7 @@ class Entry:
     @property
     def rank(self) -> float:
         """The lowest goes first."""
-        return self.used_at + self.value()
+        return self.value() if self.spare else self.used_at + self.value()
 
 
 class Arena:
@@ -89,7 +92,7 @@ class Arena:
         self._owner: dict[int, Kind] = {}
         self._held: Counter[Kind] = Counter()
         self._entries: set[Entry] = set()
-        self._idle_units = 0
+        self._idle_units = self._spare_units = 0
         self._floor = 0.0
         self._queue: list[tuple[float, int, Entry]] = []
         self._stamps = count()
@@ -103,6 +106,11 @@ class Arena:
     def num_available(self) -> int:
         """Free units and those that idle entries hold."""
         return len(self._free) + self._idle_units
+
+    @property
+    def num_spare(self) -> int:
+        """Free units and those of idle entries that nobody is likely to ask for."""
+        return len(self._free) + self._spare_units
 
     def units_by_kind(self) -> dict[Kind, int]:
         """How many units every kind owns."""
@@ -160,7 +168,7 @@ class Arena:
         entry.kept = True
         self._entries.add(entry)
         if not entry.refs:
-            self._idle_units += len(entry.units)
+            self._count_idle(entry, 1)
         self.touch(entry)
 
     def touch(self, entry: Entry) -> None:
@@ -172,7 +180,7 @@ class Arena:
         """One reference more."""
         assert entry.kept, f"a {entry.kind} that has gone is held"
         if not entry.refs:
-            self._idle_units -= len(entry.units)
+            self._count_idle(entry, -1)
         entry.refs += 1
 
     def release(self, entry: Entry) -> None:
@@ -180,7 +188,7 @@ class Arena:
         assert entry.refs > 0, f"a {entry.kind} without references is released"
         entry.refs -= 1
         if not entry.refs:
-            self._idle_units += len(entry.units)
+            self._count_idle(entry, 1)
             self._queue_up(entry)
 
     def lead(self, entry: Entry, *, leading: bool) -> None:
@@ -189,13 +197,22 @@ class Arena:
         if leading:
             self._queue_up(entry)
 
+    def deem(self, entry: Entry, *, spare: bool) -> None:
+        """Say whether anybody is likely to ask for an entry."""
+        if entry.spare == spare:
+            return
+        if entry.kept and not entry.refs:
+            self._spare_units += len(entry.units) if spare else -len(entry.units)
+        entry.spare = spare
+        self._queue_up(entry)
+
     def drop(self, entry: Entry) -> None:
         """Free an entry that nobody uses."""
         assert entry.kept
         assert not entry.refs
         entry.kept, entry.stamp = False, -1
         self._entries.remove(entry)
-        self._idle_units -= len(entry.units)
+        self._count_idle(entry, -1)
         self.give_back(entry.units, entry.kind)
 
     def drop_idle(self) -> None:
@@ -220,8 +237,14 @@ class Arena:
             assert all(self._owner.get(unit) == entry.kind for unit in entry.units)
         idle = sum(len(entry.units) for entry in self._entries if not entry.refs)
         assert idle == self._idle_units, f"{idle} units are idle, {self._idle_units} counted"
+        spare = sum(len(entry.units) for entry in self._entries if entry.spare and not entry.refs)
+        assert spare == self._spare_units, f"{spare} units are spare, {self._spare_units} counted"
 
     # ------------------------------------------------------------------ inside
+
+    def _count_idle(self, entry: Entry, sign: int) -> None:
+        self._idle_units += sign * len(entry.units)
+        self._spare_units += sign * len(entry.units) * entry.spare
 
     def _hand_out(self, units: int, kind: Kind) -> tuple[int, ...]:
         taken = tuple(self._free.pop() for _ in range(units))

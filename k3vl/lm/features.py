@@ -106,6 +106,7 @@ class FeatureStore:
             value=lambda: item.patches * TOKENS_PER_PATCH / units,
             on_evict=lambda: self._forget(item.key),
             refs=1,
+            spare=True,
         )
         self.arena.keep(entry)
         self._held[item.key] = feature = Feature(item=item, entry=entry)

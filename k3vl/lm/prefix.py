@@ -64,6 +64,11 @@ def prefix_name(parent: bytes, key: PageKey) -> bytes:
     return blake2b(parent + repr(key).encode(), digest_size=20).digest()
 
 
+PASSED = 1 / 8
+"""What a checkpoint is worth that has a deeper one on the only way on, in parts of its worth as an
+end: whoever goes on starts from the deeper one, and few leave the way between the two."""
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One page of a known prefix.
@@ -76,6 +81,8 @@ class Node:
         checkpoint: the KDA state at exactly ``depth``, if one is kept.
         children: pages that follow.
         name: of the prefix down to here, where a tier keeps what is evicted.
+        mark: of the same, as long as the process runs.
+        needed: a checkpoint lies here or further on.
     """
 
     parent: Node | None
@@ -85,6 +92,8 @@ class Node:
     checkpoint: Entry | None = None
     children: dict[PageKey, Node] = field(default_factory=dict)
     name: bytes = b""
+    mark: int = 0
+    needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,7 @@ class PrefixTree:
         self.page_size = page_size
         self.units_per_checkpoint = units_per_checkpoint
         self.tier = tier
+        self.on_lost: Callable[[Node], None] = lambda node: None
         self.root = Node(None, (), 0)
 
     def match(self, keys: Sequence[PageKey], limit: int) -> Match:
@@ -125,7 +135,7 @@ class PrefixTree:
         """Hand a private page over; the node, and whether it took the unit."""
         if (known := parent.children.get(key)) is not None:
             return known, False
-        node = Node(parent, key, parent.depth + 1)
+        node = Node(parent, key, parent.depth + 1, mark=hash((parent.mark, key)))
         if self.tier is not None:
             node.name = prefix_name(parent.name, key)
         node.page = Entry(
@@ -134,8 +144,10 @@ class PrefixTree:
             value=lambda: 0.0,
             on_evict=lambda: self._forget(node),
             spill=self._spill("page", node, (unit,)),
+            spare=True,
         )
         parent.children[key] = node
+        self._judge(parent)
         if parent.page is not None:
             self.arena.lead(parent.page, leading=False)
         self.arena.keep(node.page)
@@ -154,19 +166,30 @@ class PrefixTree:
     def worth(self, node: Node) -> float:
         """Tokens that a checkpoint at ``node`` saves, per unit of it and the pages only it needs.
 
-        A page without a checkpoint at or behind it saves nothing; its value counts here.
+        A page without a checkpoint at or behind it saves nothing; its value counts here. Those that
+        have been passed go before this one, so they do not take part in its saving.
         """
+        passed = node.checkpoint is not None and node.checkpoint.spare
+        return self._saving(node, passed=passed)
+
+    def reserve(self, node: Node, *, passed: bool) -> tuple[int, ...] | None:
+        """Units for a checkpoint at ``node``, or None: nothing cheaper is there to give way.
+
+        One that will be passed at once by who makes it takes nothing from ends.
+        """
+        assert node.checkpoint is None
+        rank = self._saving(node, passed=passed) + (0 if passed else self.arena.floor)
+        return self.arena.try_take(self.units_per_checkpoint, "checkpoint", rank)
+
+    def _saving(self, node: Node, *, passed: bool) -> float:
         above = node.parent
-        while above is not None and above.checkpoint is None and above.depth:
+        while above is not None and above.depth:
+            if above.checkpoint is not None and (passed or not above.checkpoint.spare):
+                break
             above = above.parent
         pages = node.depth - (above.depth if above is not None else 0)
-        return pages * self.page_size / (self.units_per_checkpoint + pages)
-
-    def reserve(self, node: Node) -> tuple[int, ...] | None:
-        """Units for a checkpoint at ``node``, or None: nothing cheaper is there to give way."""
-        assert node.checkpoint is None
-        rank = self.arena.floor + self.worth(node)
-        return self.arena.try_take(self.units_per_checkpoint, "checkpoint", rank)
+        saving = pages * self.page_size / (self.units_per_checkpoint + pages)
+        return saving * PASSED if passed else saving
 
     def attach(self, node: Node, units: tuple[int, ...], depth: int) -> None:
         """Keep a state that was copied into ``units``; it must be the state at the node's depth."""
@@ -182,6 +205,13 @@ class PrefixTree:
         )
         self.arena.lead(node.page, leading=False)
         self.arena.keep(node.checkpoint)
+        self._judge(node)
+        self._judge(node.parent)
+        above: Node | None = node
+        while above is not None and above.page is not None and not above.needed:
+            above.needed = True
+            self.arena.deem(above.page, spare=False)
+            above = above.parent
 
     def revive(self, keys: Sequence[PageKey], limit: int) -> None:
         """Bring back from the tier what makes a deeper hit, as idle entries; there must be room."""
@@ -250,6 +280,9 @@ class PrefixTree:
                 assert node.parent.page.refs >= node.page.refs
             assert node.page.leading == (not node.children and node.checkpoint is None)
             assert node.checkpoint is None or node.checkpoint.kept
+            further = any(child.needed for child in node.children.values())
+            assert node.needed == (node.checkpoint is not None or further) != node.page.spare
+            assert node.checkpoint is None or node.checkpoint.spare == self._is_passed(node)
 
     def _forget(self, node: Node) -> None:
         parent = node.parent
@@ -258,10 +291,37 @@ class PrefixTree:
         del parent.children[node.key]
         node.parent = None
         self._loosen(parent)
+        self._judge(parent)
 
     def _lose_checkpoint(self, node: Node) -> None:
+        assert node.checkpoint is not None
+        if not node.checkpoint.spare:
+            self.on_lost(node)
         node.checkpoint = None
         self._loosen(node)
+        self._judge(node)
+        above: Node | None = node
+        while above is not None and above.page is not None and above.checkpoint is None:
+            if any(child.needed for child in above.children.values()):
+                break
+            above.needed = False
+            self.arena.deem(above.page, spare=True)
+            above = above.parent
+
+    def _judge(self, node: Node | None) -> None:
+        """Say anew of the nearest checkpoint upwards whether it has been passed."""
+        while node is not None and node.checkpoint is None:
+            node = node.parent
+        if node is not None and node.checkpoint is not None:
+            self.arena.deem(node.checkpoint, spare=self._is_passed(node))
+
+    def _is_passed(self, node: Node) -> bool:
+        """Whether a deeper checkpoint lies on the only way on."""
+        while len(node.children) == 1:
+            (node,) = node.children.values()
+            if node.checkpoint is not None:
+                return True
+        return False
 
     def _loosen(self, node: Node) -> None:
         """Nothing depends on the page any more, if so: let it go when units are wanted."""

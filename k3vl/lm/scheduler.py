@@ -3,9 +3,10 @@
 No tensors, no device, no clock: a step is a mapping from requests to token counts, and a list of
 encoder outputs to make. The rules:
 
-- Admission in order of arrival, when a slot, the prompt's pages and its media fit now; what could
-  not run even alone is refused before it is queued. A request whose beginning another one is
-  computing right now waits for that one's checkpoint, so that a prefix is computed once.
+- Admission when a slot, the prompt's pages and its media fit now, in order of arrival as far as
+  ``admission.py`` does not say otherwise; what could not run even alone is refused before it is
+  queued. A request whose beginning another one is computing right now waits for that one's
+  checkpoint, so that a prefix is computed once.
 - Prompts advance by whole pages (their last one may be partial), generated tokens one by one.
   Pages and states that decoding completed are left to others where ``keep_decoded`` says that they
   are the same to the bit; the end of an answer so far then has a checkpoint that moves with it.
@@ -27,6 +28,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from k3vl.errors import CapacityError
+from k3vl.lm.admission import OVERTAKEN, Admission
 from k3vl.lm.arena import Arena
 from k3vl.lm.features import FeatureStore
 from k3vl.lm.plan import Counts, Step
@@ -74,6 +76,7 @@ class Scheduler:
     arena: Arena = field(init=False)
     tree: PrefixTree = field(init=False)
     features: FeatureStore = field(init=False)
+    admission: Admission = field(init=False)
     _making: list[Feature] = field(default_factory=list, init=False)
     _encoder_full: bool = field(default=False, init=False)
     _awaited: set[int] = field(default_factory=set, init=False)
@@ -90,6 +93,7 @@ class Scheduler:
             tier=self.tier,
         )
         self.features = FeatureStore(self.arena, keep_idle=self.reuse, tier=self.tier)
+        self.admission = Admission(sizes=self.sizes, arena=self.arena, tree=self.tree)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -156,6 +160,8 @@ class Scheduler:
         if not tokens_of:
             tokens_of = tuple((s, n) for s, n in early if s.slot is not None)[:1]
         self.left_out = {s.id for s in self.running} - {s.id for s, _ in tokens_of}
+        decoded = sum(sequence.is_decoding for sequence, _ in tokens_of)
+        self.admission.note_work(sum(n for _, n in tokens_of) - decoded, decoded)
         self.counts.steps += bool(tokens_of)
         self.counts.running_steps += len(self.running) if tokens_of else 0
         self.counts.peak_running = max(self.counts.peak_running, len(self.running))
@@ -212,16 +218,22 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> list[Sequence]:
-        admitted = []
+        admitted: list[Sequence] = []
+        ahead: set[int] = set()
         self._awaited.clear()
-        for sequence in list(self.waiting):
-            if len(self.running) >= self.max_requests:
+        for sequence in self.admission.in_turn(self.waiting):
+            oldest = self.waiting[0]
+            passes = sequence is not oldest and oldest.id not in ahead
+            if len(self.running) >= self.max_requests or (passes and oldest.overtaken >= OVERTAKEN):
                 break
-            match = self.tree.match(sequence.keys, (sequence.num_prefill - 1) // self._page)
+            limit = (sequence.num_prefill - 1) // self._page
+            match = self.tree.match(sequence.keys, limit)
             if self._is_ahead(sequence, match):
+                ahead.add(sequence.id)
                 continue
+            if self.admission.holds_back(sequence, len(match.path), self.running):
+                break
             if self.tier is not None and self._has_room_to_revive(sequence):
-                limit = (sequence.num_prefill - 1) // self._page
                 self.tree.revive(sequence.keys, limit)
                 match = self.tree.match(sequence.keys, limit)
             # Alone it may even do without its hit: the checkpoint and the slot it is copied into
@@ -230,6 +242,7 @@ class Scheduler:
                 self.running or not self._enter(sequence, Match((), match.known))
             ):
                 break
+            oldest.overtaken += passes
             self.waiting.remove(sequence)
             admitted.append(sequence)
         return admitted
@@ -248,6 +261,7 @@ class Scheduler:
             common = _common(sequence.keys[:limit], other.keys)
             if common > max(len(match.path), other.num_cached // self._page):
                 other.wanted.add(common)
+                other.asked.add(common)
                 self._awaited.add(other.id)
                 return True
         return False
@@ -296,10 +310,12 @@ class Scheduler:
         hit, limit = len(match.path), (sequence.num_prefill - 1) // self._page
         if match.known > hit:  # a fork seen twice: leave a checkpoint there
             sequence.wanted.add(min(match.known, limit))
+            sequence.asked.add(min(match.known, limit))
         if sequence.num_hit is not None:
             self.counts.recomputed_tokens += sequence.num_known - sequence.num_cached
             return
         sequence.num_hit = sequence.num_cached
+        self.admission.note_lookup(sequence.keys[:limit], hit)
         self.counts.prompt_tokens += sequence.num_prompt
         self.counts.hit_tokens += sequence.num_hit
         if not limit or not sequence.keys:
@@ -461,9 +477,12 @@ class Scheduler:
         if node.checkpoint is not None:
             self.arena.touch(node.checkpoint)
             return None
-        units = self.tree.reserve(node)
+        passed = depth not in sequence.asked and depth < max(sequence.wanted, default=0)
+        units = self.tree.reserve(node, passed=passed)
         if units is None:
             self.counts.checkpoints_skipped += 1
+            if not passed:
+                self.admission.note_lost(node)
             return None
         self.tree.attach(node, units, depth)
         self.counts.checkpoints += 1

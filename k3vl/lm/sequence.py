@@ -28,6 +28,7 @@ class Sequence:
         max_new: most tokens it may generate.
         keys: of the prompt's whole pages; none to reuse and leave nothing.
         wanted: depths in pages at which a checkpoint would be of use.
+        asked: those of them that another request has asked for.
         media: the prompt's media, in order.
         order: of arrival.
         num_cached: tokens whose state is in the cache.
@@ -41,6 +42,8 @@ class Sequence:
         pinned: encoder outputs it holds, by index in ``media``.
         restore: checkpoint that its slot is to be filled from in the coming step.
         latest: the last checkpoint that its decoding left behind.
+        sought, found: while it waits, whether it has been looked up, and the checkpoint there was.
+        overtaken: how often others have entered while it had waited longest.
     """
 
     id: int
@@ -48,6 +51,7 @@ class Sequence:
     max_new: int
     keys: tuple[PageKey, ...] = ()
     wanted: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
     media: tuple[MediaItem, ...] = ()
     order: int = 0
     num_cached: int = 0
@@ -59,6 +63,9 @@ class Sequence:
     pinned: dict[int, Feature] = field(default_factory=dict)
     restore: Entry | None = None
     latest: Entry | None = None
+    sought: bool = False
+    found: Node | None = None
+    overtaken: int = 0
     num_prefill: int = field(init=False)
 
     def __post_init__(self) -> None:

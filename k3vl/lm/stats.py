@@ -58,6 +58,7 @@ class EngineStats:
         prompt_tokens, hit_tokens: of those requests.
         feature_hits, feature_misses: look-ups of media features; ``feature_pins`` holds on those
             that a request still has to prefill.
+        lost_tokens, held_back: as in ``admission.Admission``.
         checkpoints, checkpoints_skipped, preemptions, recomputed_tokens, steps: as in ``Counts``.
         stage_seconds: time by stage; ``queue_seconds`` before admission and ``first_token_seconds``
             until the first token, both summed over requests; ``first_tokens`` how many.
@@ -86,6 +87,8 @@ class EngineStats:
     preemptions: int
     recomputed_tokens: int
     steps: int
+    lost_tokens: int
+    held_back: int
     stage_seconds: Mapping[str, float]
     queue_seconds: float
     first_token_seconds: float
@@ -120,6 +123,8 @@ class EngineStats:
             preemptions=counts.preemptions,
             recomputed_tokens=counts.recomputed_tokens,
             steps=counts.steps,
+            lost_tokens=scheduler.admission.lost_tokens,
+            held_back=scheduler.admission.held_back,
             stage_seconds=dict(times.seconds),
             queue_seconds=times.queue,
             first_token_seconds=times.first_token,

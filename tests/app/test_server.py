@@ -615,6 +615,16 @@ def test_health_ready_and_metrics(server) -> None:
         "k3vl_encoder_cache_pins",
         'k3vl_cache_bytes{kind="features"}',
         "k3vl_event_loop_lag_seconds_bucket",
+        "k3vl_engine_running_mean",
+        "k3vl_prefix_lookups_total{kind=",
+        'k3vl_prefix_tokens_total{kind="hit"}',
+        'k3vl_encoder_lookups_total{kind="miss"}',
+        "# TYPE k3vl_cache_evictions_total counter",
+        'k3vl_stage_seconds_total{kind="prefill"}',
+        'k3vl_wait_seconds_total{kind="queue"}',
+        "k3vl_engine_preemptions_total",
+        "k3vl_engine_lost_tokens_total",
+        "k3vl_engine_held_back_total",
     ):
         assert name in page
     until(lambda: metric(server.url, "k3vl_requests_running ") == 0)

@@ -25,6 +25,16 @@ def test_the_record_holds_what_is_promised() -> None:
     assert all(more_at_once(trace) >= 1.0 for trace in RECORD)
 
 
+@pytest.mark.parametrize("sessions", [40, 60, 80])
+def test_more_sessions_than_fit_do_not_undo_each_other(sessions: int) -> None:
+    """Prefixes that come back after a pause are kept rather than more of them begun."""
+    one, *others = RECORD[f"{sessions} agent sessions"].values()
+    for other in others:
+        assert one["output_tokens_per_second"] > 1.5 * other["output_tokens_per_second"]
+        assert one["tokens_recomputed"] < 0.5 * other["tokens_recomputed"]
+        assert one["ttft_mean"] < other["ttft_mean"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trace", list(RECORD))
 def test_the_record_is_what_the_simulation_gives(trace: str) -> None:

@@ -766,6 +766,17 @@ def test_clips_differ_from_pictures_and_from_other_groups_in_their_digest():
     assert [item.digest for item in again.items] == digests
 
 
+def test_overlapping_clips_share_their_groups():
+    """So that the encoder's outputs of one are found by the other."""
+    frames = [Image.new("RGB", (56, 56), (40 * i, 0, 0)) for i in range(6)]
+    frames = [frame for frame in frames for _ in range(2)]  # 12: groups of four
+    whole = PROCESSOR.process_frames(frames, [i / 2 for i in range(12)])
+    later = PROCESSOR.process_frames(frames[4:], [i / 2 for i in range(8)])
+    digests = [[item.digest for item in media.items] for media in (whole, later)]
+    assert len(set(digests[0])) == 3
+    assert digests[1] == digests[0][1:]
+
+
 def test_interlaced_clips_are_used_and_said():  # V31
     data = video(detailed_frames(8), rate=8, options={"x264-params": "interlaced=1"})
     media = PROCESSOR.process(data, "video")
