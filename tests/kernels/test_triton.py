@@ -13,7 +13,7 @@ CHECK = Path(__file__).with_name("triton_check.py")
 ROOT = Path(__file__).resolve().parents[2]
 OPS = (
     *("kda_decode", "kda_prefill", "mla_decode", "mla_prefill", "attn_residual", "vision"),
-    "decode_step",
+    *("decode_step", "prefill_pass"),
 )
 
 
