@@ -11,7 +11,8 @@ pass that it may share with other prompts, cut only where a checkpoint is taken;
 computed is kept like a prompt's state. With others the rounding of a matrix product depends on
 its height; prompts then run page by page, every page in a forward pass of its own with
 ``page_size`` rows, the last in whole tiles, and requests that decode share one pass (about 1e-4 of
-a float32 logit) unless ``exact_decode`` gives each its own.
+a float32 logit) unless ``exact_decode`` gives each its own. Where nothing is kept for others
+(``reuse`` off) and ``exact_decode`` is off too, prompts share passes in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.features import media_items
 from k3vl.lm.job import Job, Targets, items_to_encode, rows_of
 from k3vl.lm.packing import checkpoints_of, states_as
-from k3vl.lm.passes import next_pass
+from k3vl.lm.passes import Passes, next_pass
 from k3vl.lm.prefix import page_key, page_keys
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, choose
 from k3vl.lm.scheduler import Scheduler
@@ -128,6 +129,7 @@ class Engine:
         host_bytes = config.host_cache_bytes if config.reuse else 0
         self.tier = HostTier(self.cache, host_bytes) if host_bytes else None
         self.decoder = decoder(model, self.cache)
+        self.passes = Passes.of(config, row_independent=model.kernels.row_independent)
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -396,9 +398,8 @@ class Engine:
 
     def _prefill(self, todo: list[tuple[Job, int]]) -> None:
         """Bring every request to so many tokens."""
-        size, independent = self.config.page_size, self.model.kernels.row_independent
         while todo:
-            self._prefill_pass(next_pass(todo, size, row_independent=independent))
+            self._prefill_pass(next_pass(todo, self.passes))
             todo = [(job, end) for job, end in todo if job.sequence.num_cached < end]
 
     def _prefill_pass(self, parts: list[tuple[Job, int]]) -> None:

@@ -1,17 +1,21 @@
 """How prompts are cut into forward passes, and which share one. Integers only.
 
 Where the kernels' rows are independent a pass takes as much of a prompt as it can, up to the next
-place where a checkpoint is wanted, and short parts of several prompts together; elsewhere a page of
-one prompt, because rounding depends on the number of rows.
+place where a checkpoint is wanted, and short parts of several prompts together. Elsewhere rounding
+depends on the number of rows: a pass takes a page of one prompt, unless nothing that is computed is
+kept for others and nobody has asked for exactness. Then prompts share passes as tokens that decode
+do, and as far as they come: what a pass costs there is its launches.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
+    from k3vl.lm.engine import EngineConfig
     from k3vl.lm.job import Job
     from k3vl.lm.sequence import Sequence
 
@@ -21,9 +25,29 @@ falls from 128 rows on (0.34 ms in a pass of 27, 0.22 in one of 216), and the fi
 should not wait for the last."""
 
 
-def next_pass(
-    todo: Ordered[tuple[Job, int]], page_size: int, *, row_independent: bool
-) -> list[tuple[Job, int]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What a pass may hold.
+
+    Attributes:
+        page_size: tokens of a page.
+        whole: prompts are not cut page by page.
+        shared_rows: a pass does not grow beyond this for another prompt's sake; 0 shares nothing.
+    """
+
+    page_size: int
+    whole: bool
+    shared_rows: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, row_independent: bool) -> Passes:
+        """What an engine's passes may hold."""
+        loose = not config.reuse and not config.exact_decode
+        rows = SHARED_ROWS if row_independent else config.max_step_tokens if loose else 0
+        return cls(page_size=config.page_size, whole=row_independent, shared_rows=rows)
+
+
+def next_pass(todo: Ordered[tuple[Job, int]], passes: Passes) -> list[tuple[Job, int]]:
     """Tokens of each request in the next pass, on the way to so many of each.
 
     A request whose tokens are scored wants the logits of every row and comes alone.
@@ -31,10 +55,10 @@ def next_pass(
     parts: list[tuple[Job, int]] = []
     rows = 0
     for job, end in todo:
-        if not row_independent:
-            return [(job, min(page_size, end - job.sequence.num_cached))]
-        count = _up_to_checkpoint(job.sequence, end, page_size)
-        if parts and (job.targets is not None or rows + count > SHARED_ROWS):
+        count = _up_to_checkpoint(job.sequence, end, passes.page_size)
+        if not passes.whole and (job.targets is not None or not passes.shared_rows):
+            count = min(passes.page_size, end - job.sequence.num_cached)
+        if parts and (job.targets is not None or rows + count > passes.shared_rows):
             break
         parts.append((job, count))
         rows += count

@@ -50,7 +50,7 @@ from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos.gpu import rotate
 from k3vl.kernels.vision_pos.reference import rotate_reference
-from k3vl.lm.batch import Row
+from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.decode import DirectDecode, StaticDecode
 from k3vl.lm.model import K3Model
@@ -572,6 +572,45 @@ def check_decode_step() -> Iterator[str]:
     yield "steps of 1, 3, 5 and 2 rows"
 
 
+def check_prefill_pass() -> Iterator[str]:
+    """Prompts that share a pass, padded to whole tiles, beside each by itself: twice, so that the
+    second pass goes on where the first has ended."""
+    reference, ours = (
+        K3Model(TRITON, kernels, dtype=torch.float32, device=DEVICE).eval()
+        for kernels in (reference_kernels("a check"), triton_kernels("a check"))
+    )
+    fill(reference)
+    ours.load_state_dict(reference.state_dict())
+    sizes = plan_cache(TRITON, torch.float32, budget_bytes=2**21, page_size=16)
+    together, alone = (
+        HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(2)
+    )
+    units = iter(torch.randperm(sizes.num_units).tolist())
+    lengths = [(16, 7), (48, 40), (32, 1), (16, 16)]
+    slots = [[next(units) for _ in range(sizes.units_per_slot)] for _ in lengths]
+    pages = [[next(units) for _ in range(6)] for _ in lengths]
+    for turn in range(2):
+        rows = [
+            Row(
+                token_ids=torch.randint(0, TRITON.vocab_size, (length[turn],)).tolist(),
+                context_len=turn * length[0],
+                slot=slot,
+                pages=own,
+                pad_to=-(-length[turn] // 16) * 16,
+            )
+            for length, slot, own in zip(lengths, slots, pages, strict=True)
+        ]
+        got = ours(build_batch(rows, together), together)
+        want = [reference(build_batch([replace(r, pad_to=0)], alone), alone) for r in rows]
+        close(f"logits of pass {turn}", got, torch.cat(want).double(), 1e-4)
+        mine, theirs = (
+            cache.units[[unit for slot in slots for unit in slot]] for cache in (together, alone)
+        )
+        mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
+        close(f"states and windows of pass {turn}", mine, theirs.double(), 1e-4)
+    yield "four prompts, twice"
+
+
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
     "kda_prefill": (check_kda_prefill, check_kda_snapshots),
@@ -582,6 +621,7 @@ CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "mla_prefill": (check_mla_prefill,),
     "attn_residual": (check_attn_residual,),
     "decode_step": (check_decode_step,),
+    "prefill_pass": (check_prefill_pass,),
     "vision": (check_vision, check_pixels),
 }
 

@@ -283,6 +283,38 @@ def test_prompts_share_a_pass_where_rows_are_independent(model, monkeypatch) -> 
     assert all(a.same_as(cold(p, max_tokens=1)) for a, p in zip(answers, prompts, strict=False))
 
 
+@pytest.mark.parametrize("loose", [{}, {"reuse": True}, {"exact_decode": True}])
+def test_prompts_share_a_pass_where_nothing_is_kept_and_rounding_is_free(
+    loose: dict[str, bool], model, monkeypatch
+) -> None:
+    passes = []
+    forward = Engine._forward
+
+    def watched(self, rows, **options):
+        passes.append([len(row.token_ids) for row in rows])
+        return forward(self, rows, **options)
+
+    monkeypatch.setattr(Engine, "_forward", watched)
+    settings = {"reuse": False, "exact_decode": False, "max_step_tokens": 200, **loose}
+    runner = engine(max_requests=5, **settings)
+    prompts = [text(23, seed=1), with_media(101, tail=1), text(5, seed=2), with_media(90, tail=2)]
+    answers = [Answer(runner, i, prompt) for i, prompt in enumerate(prompts)]
+    inbox = Inbox()
+    runner.add_scored(7, text(20, seed=3), tokens(3, seed=1), inbox)
+    finish(runner)
+    if not model.kernels.row_independent:
+        assert (passes[0] == [23, 101, 5, 64]) == (not loose), "one step's tokens are one pass"
+        assert [16] in passes, "scores stay what they are in any company"
+    for answer, prompt in zip(answers, prompts, strict=True):
+        for got, want in zip(answer.watched.logits, cold(prompt).watched.logits):  # noqa: B905 - tokens may part at a tie
+            torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+    again = engine(reuse=False, exact_decode=False)
+    other = Inbox()
+    again.add_scored(7, text(20, seed=3), tokens(3, seed=1), other)
+    finish(again)
+    assert [t.logprobs for t in inbox.items] == [t.logprobs for t in other.items]
+
+
 def test_media_are_told_apart_by_content_not_by_pads() -> None:
     runner = engine()
     one, other = (with_media(100, tail=0, first=first) for first in (1, 4))
