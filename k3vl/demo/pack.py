@@ -30,7 +30,7 @@ CHECKPOINT = Path(__file__).with_name("checkpoint")
 """The shipped checkpoint."""
 
 PREFIXES = ("language_model.", "vision_tower.", "mm_projector.")
-MIN_CONFIDENCE = 0.89
+MIN_CONFIDENCE = 0.93
 """Measured by ``benchmarks/demo_accuracy.py``; see :attr:`k3vl.pipeline.Reply.confidence`."""
 
 _COPIED = ("tokenizer.json", "NOTICE", "README.md")
