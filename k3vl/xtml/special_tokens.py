@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from k3vl.errors import ConfigError
@@ -11,6 +11,10 @@ from k3vl.xtml import tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+
+LONGEST_KEPT, NUM_KEPT = 32, 1024
+"""Characters of a text whose ids are kept, and how many such texts are."""
 
 
 class SpecialTokens:
@@ -57,6 +61,18 @@ class SpecialTokens:
             elif piece:
                 ids += encode_plain(piece)
         return ids
+
+
+class ShortTexts:
+    """Encodes ordinary text; keeps the ids of short texts, of which a template is full."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+        self._kept = lru_cache(NUM_KEPT)(lambda text: tuple(encode(text)))
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return self._encode(text) if len(text) > LONGEST_KEPT else list(self._kept(text))
 
 
 def well_formed(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from k3vl.errors import ConfigError
 from k3vl.xtml import tokens
-from k3vl.xtml.special_tokens import SpecialTokens
+from k3vl.xtml.special_tokens import ShortTexts, SpecialTokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,6 +53,7 @@ class TiktokenModel:
         self._encoding: Encoding = tiktoken.Encoding(
             "kimi_k3", pat_str=_SPLIT, mergeable_ranks=ranks, special_tokens={}
         )
+        self._ordinary = ShortTexts(self._encode_plain)
         self._special = SpecialTokens(tokens.K3_SPECIAL_IDS, "tiktoken.model")
 
     @property
@@ -72,7 +73,7 @@ class TiktokenModel:
 
     def encode_segment(self, text: str, allow_special: bool) -> list[int]:
         """Tokenise one segment; see :class:`k3vl.xtml.tokenizer.Tokenizer`."""
-        return self._special.encode(text, allow_special, self._encode_plain)
+        return self._special.encode(text, allow_special, self._ordinary)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of an id; nothing outside the vocabulary."""

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from k3vl.errors import ConfigError
-from k3vl.xtml.special_tokens import SpecialTokens
+from k3vl.xtml.special_tokens import ShortTexts, SpecialTokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,7 @@ class TokenizerJson:
     def __init__(self, plain: LibraryTokenizer, special: Mapping[str, int], origin: str) -> None:
         self._plain = plain
         self._special = SpecialTokens(special, origin)
+        self._ordinary = ShortTexts(self._encode_plain)
         self._bytes: dict[int, bytes] = {}
         letters = byte_letters()
         for token, token_id in plain.get_vocab(with_added_tokens=False).items():
@@ -66,7 +67,7 @@ class TokenizerJson:
 
     def encode_segment(self, text: str, allow_special: bool) -> list[int]:
         """Tokenise one segment; see :class:`k3vl.xtml.tokenizer.Tokenizer`."""
-        return self._special.encode(text, allow_special, self._encode_plain)
+        return self._special.encode(text, allow_special, self._ordinary)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of an id; nothing outside the vocabulary."""
