@@ -23,8 +23,9 @@ CPU.
 ``profile``: a second in the middle of captioning: how much of it the device is busy and with what,
 and what the engine's thread does.
 
-Parts that fail are told as such in the record, and the others go on. ``--only`` measures some parts
-again and leaves the others as the record has them.
+What fails, or takes more than ``--seconds`` of one call, is told as such in the record, and the
+others go on. The record is written after everything that it gains, the GPU's first. ``--only``
+measures some parts again and leaves the others as the record has them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import time
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -54,6 +55,9 @@ from benchmarks.gpu_subjects import Failed, Ours, Peer, Setting, Subject
 from k3vl.config import checkpoint_path
 from k3vl.demo.heldout import QUICK
 from k3vl.xtml.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "gpu_captions.json"
@@ -77,6 +81,7 @@ class Options:
         dtypes: in which the GPU answers them.
         profile_seconds: of each of the two profiles.
         engine: fields of the GPU's :class:`~k3vl.lm.engine.EngineConfig`.
+        seconds: that one call of a subject may take; None: as many as it needs.
     """
 
     device: str = "cuda"
@@ -92,8 +97,11 @@ class Options:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     profile_seconds: float = 1.0
     engine: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
 
 
+Keep: TypeAlias = "Callable[[dict[str, Any]], None]"
+"""Takes all that a part knows so far."""
 SMOKE = Options(
     device="cpu",
     dtype="float32",
@@ -151,67 +159,74 @@ def varied(picture: Image.Image, rng: random.Random) -> Image.Image:
 # ------------------------------------------------------------------ speed
 
 
-def speed(options: Options, paths: list[Path]) -> dict[str, Any]:
+def speed(options: Options, paths: list[Path], keep: Keep) -> None:
     """Everybody in turns, round after round."""
     engine = {"reuse": False, "max_requests": max(options.in_flight)} | options.engine
     gpu = Setting(device=options.device, dtype=options.dtype, engine=engine)
     cpu = Setting(device="cpu", dtype="float32", engine={"reuse": False})
     few = paths[: options.cpu_pictures]
-    record: dict[str, Any] = {"pictures": len(paths), "cpu_pictures": len(few), "errors": {}}
+    facts: dict[str, Any] = {}
+    record: dict[str, Any] = {"pictures": len(paths), "cpu_pictures": len(few), "facts": facts}
+    measured = Rounds()
+
+    def take(name: str, subject: Subject, *call: Any) -> None:
+        who = name.partition(",")[0]
+        if who not in facts and who not in measured.errors:
+            facts[who] = measured.ask(who, subject, "facts")
+        measured.take(name, subject, "captions", *call)
+        keep(record | measured.known(len(few)))
+
     with (
-        Subject(Ours, gpu) as ours,
-        Subject(Ours, cpu) as ours_on_cpu,
-        Subject(Peer, options.device, options.dtype) as peer,
+        Subject(Ours, gpu, seconds=options.seconds) as ours,
+        Subject(Ours, cpu, seconds=options.seconds) as ours_on_cpu,
+        Subject(Peer, options.device, options.dtype, seconds=options.seconds) as peer,
     ):
-        measured = Rounds(record["errors"])
-        record["facts"] = {
-            "k3vl": ours.call("facts"),
-            "k3vl_on_cpu": measured.ask("k3vl on the CPU", ours_on_cpu, "facts"),
-            "transformers": measured.ask("transformers", peer, "facts"),
-        }
-        prompt = ours.call("prompt_tokens", paths[0])
-        first = ours.call("captions", paths, options.in_flight[0])
-        new = round(first["new_tokens"] / len(paths))
-        record |= {"prompt_tokens": prompt, "mean_new_tokens": first["new_tokens"] / len(paths)}
-        record["peer_new_tokens"] = new
+        record["prompt_tokens"] = prompt = ours.call("prompt_tokens", paths[0])
         text_tokens = prompt - (SIDE // 28) ** 2
         for number in range(options.rounds + 1):  # the first compiles and records
             for in_flight in options.in_flight:
-                name = f"k3vl, {in_flight} in flight"
-                measured.take(name, ours, "captions", paths, in_flight)
+                take(f"k3vl, {in_flight} in flight", ours, paths, in_flight)
+            if not number:
+                if not measured.first:
+                    raise Failed("no captions to measure the others by")
+                made = next(iter(measured.first.values()))["new_tokens"]
+                record["mean_new_tokens"] = made / len(paths)
+                record["peer_new_tokens"] = new = round(made / len(paths))
             for batch in options.peer_batches:
                 some = paths[: batch * options.peer_calls]
-                name = f"transformers, batch {batch}"
-                measured.take(name, peer, "captions", some, batch, text_tokens, new)
+                take(f"transformers, batch {batch}", peer, some, batch, text_tokens, new)
             name = f"k3vl on the CPU, {options.cpu_in_flight} in flight"
-            measured.take(name, ours_on_cpu, "captions", few, options.cpu_in_flight)
+            take(name, ours_on_cpu, few, options.cpu_in_flight)
             print(f"round {number} of {options.rounds}", flush=True)
-    record |= {"first_round": measured.first, "rounds": measured.rounds}
-    record["same_captions_as_the_cpu"] = measured.same_texts(len(few))
-    return record | summary(measured.rounds)
 
 
 class Rounds:
     """Results by name: the first of each, and the others; texts apart."""
 
-    def __init__(self, errors: dict[str, str]) -> None:
+    def __init__(self) -> None:
         self.first: dict[str, dict[str, Any]] = {}
         self.rounds: dict[str, list[dict[str, Any]]] = {}
         self.texts: dict[str, list[str]] = {}
-        self._errors = errors
+        self.errors: dict[str, str] = {}
+
+    def known(self, count: int) -> dict[str, Any]:
+        """As JSON."""
+        found = {"errors": self.errors, "first_round": self.first, "rounds": self.rounds}
+        found["same_captions_as_the_cpu"] = self.same_texts(count)
+        return found | summary(self.rounds)
 
     def ask(self, name: str, subject: Subject, *call: Any) -> Any:
         """A result, or None where the record now says why not."""
         try:
             return subject.call(*call)
         except Failed as exc:
-            self._errors[name] = str(exc)
+            self.errors[name] = str(exc)
             print(f"{name}: {exc}", flush=True)
             return None
 
     def take(self, name: str, subject: Subject, *call: Any) -> None:
         """Call, unless that has failed before, or making the subject has."""
-        if any(name.startswith(failed) for failed in self._errors):
+        if any(name.startswith(failed) for failed in self.errors):
             return
         if (found := self.ask(name, subject, *call)) is None:
             return
@@ -256,12 +271,13 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 # ------------------------------------------------------------------ equality
 
 
-def equality(options: Options, paths: list[Path]) -> dict[str, Any]:
+def equality(options: Options, paths: list[Path], keep: Keep) -> None:
     """Answers of engines that differ in device, dtype, company or what they keep."""
     said: dict[str, Any] = {}
     errors: dict[str, str] = {}
-    kinds = {"CPU float32": ("cpu", "float32")}
-    kinds |= {f"GPU {dtype}": (options.device, dtype) for dtype in options.dtypes}
+    compared: dict[str, Any] = {}
+    kinds = {f"GPU {dtype}": (options.device, dtype) for dtype in options.dtypes}
+    kinds["CPU float32"] = ("cpu", "float32")
     company = {"reuse": False, "max_requests": IN_COMPANY}
     ways: dict[str, tuple[dict[str, Any], int, int]] = {
         "alone": ({"reuse": False, "exact_decode": True}, 1, 1),
@@ -269,18 +285,6 @@ def equality(options: Options, paths: list[Path]) -> dict[str, Any]:
         f"{IN_COMPANY} in flight, exact_decode": ({**company, "exact_decode": True}, IN_COMPANY, 1),
         "warm": ({"reuse": True}, 1, 2),
     }
-    for kind, (device, dtype) in kinds.items():
-        for way, (engine, in_flight, passes) in ways.items():
-            name, begin = f"{kind}, {way}", time.perf_counter()
-            try:
-                with Subject(Ours, Setting(device=device, dtype=dtype, engine=engine)) as subject:
-                    found = subject.call("answers", options.items, in_flight, passes)
-            except Failed as exc:
-                errors[name] = str(exc)
-                print(f"{name}: {exc}", flush=True)
-                continue
-            said[name] = found[-1]
-            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
     pairs = [
         (f"{kind}, alone", f"{kind}, {way}") for kind in kinds for way in ways if way != "alone"
     ]
@@ -290,34 +294,50 @@ def equality(options: Options, paths: list[Path]) -> dict[str, Any]:
     def text_of(ids: Any) -> str:
         return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
-    compared = {
-        f"{a} = {b}": compare(said[a], said[b], text_of)
-        for a, b in pairs
-        if a in said and b in said
-    }
-    for name, found in compared.items():
-        print(
-            f"{name}: {found['same_tokens']} of {found['items']} the same, {found['same_bits']} to "
-            f"the bit; log-probabilities differ by {found['largest_difference']:.2e} at most"
-        )
-    return {"errors": errors, "compared": compared}
+    for kind, (device, dtype) in kinds.items():
+        for way, (engine, in_flight, passes) in ways.items():
+            name, begin = f"{kind}, {way}", time.perf_counter()
+            setting = Setting(device=device, dtype=dtype, engine=engine)
+            try:
+                with Subject(Ours, setting, seconds=options.seconds) as subject:
+                    found = subject.call("answers", options.items, in_flight, passes)
+            except Failed as exc:
+                errors[name] = str(exc)
+                print(f"{name}: {exc}", flush=True)
+            else:
+                said[name] = found[-1]
+                print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+            for a, b in pairs:
+                pair = f"{a} = {b}"
+                if pair not in compared and a in said and b in said:
+                    compared[pair] = compare(said[a], said[b], text_of)
+                    print(f"{pair}: {in_words(compared[pair])}", flush=True)
+            keep({"errors": errors, "compared": compared})
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """A comparison."""
+    return (
+        f"{found['same_tokens']} of {found['items']} the same, {found['same_bits']} to the bit; "
+        f"log-probabilities differ by {found['largest_difference']:.2e} at most"
+    )
 
 
 # ------------------------------------------------------------------ profile
 
 
-def profile(options: Options, paths: list[Path]) -> dict[str, Any]:
+def profile(options: Options, paths: list[Path], keep: Keep) -> None:
     """Device and engine thread, for each number in flight."""
     engine = {"reuse": False, "max_requests": max(options.in_flight)} | options.engine
     setting = Setting(device=options.device, dtype=options.dtype, engine=engine)
     found = []
-    with Subject(Ours, setting) as ours:
+    with Subject(Ours, setting, seconds=options.seconds) as ours:
         for in_flight in options.in_flight:
             ours.call("captions", paths, in_flight)  # compiles and records
             found.append(ours.call("profile", paths, in_flight, options.profile_seconds))
+            keep({"by_in_flight": found})
             share = found[-1]["device"]["busy_share"]
             print(f"{in_flight} in flight: the device is busy {100 * share:.0f} % of the time")
-    return {"by_in_flight": found}
 
 
 # ------------------------------------------------------------------ record
@@ -373,6 +393,7 @@ def main() -> None:
     parser.add_argument("--items", type=int)
     parser.add_argument("--in-flight", type=int, nargs="+")
     parser.add_argument("--peer-batches", type=int, nargs="+")
+    parser.add_argument("--seconds", type=float, help="that one call of a subject may take")
     parser.add_argument("--engine", type=engine_field, nargs="+", metavar="FIELD=VALUE")
     parser.add_argument("--json", type=Path)
     arguments = vars(parser.parse_args())
@@ -386,23 +407,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = make_pictures(Path(folder), options.pictures)
         for name in only:
-            begin = time.perf_counter()
-            part = {"speed": speed, "equality": equality, "profile": profile}[name]
+            keep = keeper(record, name, path)
             try:
-                found = part(options, paths)
+                {"speed": speed, "equality": equality, "profile": profile}[name](
+                    options, paths, keep
+                )
             except Failed as exc:
                 print(exc, flush=True)
-                found = {"errors": {name: str(exc)}}
-            seconds = time.perf_counter() - begin
-            record[name] = provenance() | {"part_seconds": seconds} | found
-            if path:  # part by part: what has been measured is not lost
-                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                keep({"errors": record[name].get("errors", {}) | {name: str(exc)}})
     if "speed" in only:
         ends = ("best", "over_the_cpu", "over_transformers")
         print(json.dumps({name: record["speed"].get(name) for name in ends}, indent=1))
     if smoke:
         errors = {name: record[name].get("errors") for name in only}
         assert not any(errors.values()), errors
+
+
+def keeper(record: dict[str, Any], name: str, path: Path | None) -> Keep:
+    """Puts what a part knows into the record, and that into its file."""
+    about, begin = provenance(), time.perf_counter()
+    known: dict[str, Any] = {}
+
+    def keep(found: dict[str, Any]) -> None:
+        known.update(found)
+        record[name] = about | {"part_seconds": time.perf_counter() - begin} | known
+        if path:
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    keep({})
+    return keep
 
 
 def replace_fields(options: Options, given: dict[str, Any]) -> Options:

@@ -308,9 +308,16 @@ def serve(make: Callable[..., Any], arguments: tuple[Any, ...], connection: Conn
 
 
 class Subject:
-    """One of the above in a process of its own, made at the first call."""
+    """One of the above in a process of its own, made at the first call.
 
-    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+    Args:
+        seconds: a call that takes longer, making it included, ends the process.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], *arguments: Any, seconds: float | None = None
+    ) -> None:
+        self._seconds = seconds
         context = multiprocessing.get_context("spawn")
         self._connection, far = context.Pipe()
         self._process = context.Process(target=serve, args=(make, arguments, far), daemon=True)
@@ -330,12 +337,15 @@ class Subject:
         """Run a method there.
 
         Raises:
-            Failed: it failed, or its process died.
+            Failed: it failed, took too long, or its process died.
         """
-        self._connection.send((name, args))
         try:
+            self._connection.send((name, args))
+            if not self._connection.poll(self._seconds):
+                self._process.kill()
+                raise Failed(f"{name}: more than {self._seconds:g} s")
             fine, value = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise Failed(f"{name}: the process died") from None
         if not fine:
             raise Failed(value)

@@ -3,29 +3,36 @@
     python benchmarks/sglang_media.py --model DIR [--output r.json] [--parity] [--size 896x672] \
         [--clients 8] [--requests 64] [--rounds 3] -- --mem-fraction-static 0.4 [more of SGLang's]
 
-Both are started from one command line, on one machine, and asked one after the other: a picture
-each, a clip where the plugin is. Then every request has a picture (or clip) of its own, so no cache
-answers, and asks for one token, so that media and prefill are what is measured. The servers take
-turns, round by round; the same media go to each, and every server's first round is a warm-up that
-does not count.
+Both are started at once from one command line, on one machine; then each is asked for its first
+answers: a picture, a clip where the plugin is. These, and a first round that does not count,
+compile what later rounds run; the second server finds much of it compiled, and tuned, by the first.
+Then every request has a picture (or clip) of its own, so no cache answers, and asks for one token,
+so that media and prefill are what is measured. The servers take turns, round by round, and get the
+same media.
+
+What is known is written as it becomes known. A server that fails is told in ``errors``, and the
+other one goes on. ``seconds`` says how long each stage took.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import http.client
 import io
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +43,18 @@ from PIL import Image
 from k3vl.app.sglang_guard import end_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from concurrent.futures import Future
 
 STOP_SECONDS = 30.0
 MEASURED: Mapping[str, tuple[str, ...]] = {"image": ("plain", "plugin"), "video": ("plugin",)}
 """Who takes what: SGLang has no clips of its own."""
+ERRORS = (OSError, http.client.HTTPException)
+"""Of a request."""
+
+
+class Failed(Exception):  # noqa: N818 - what it says
+    """A server did not start or did not answer; the text says what it logged last."""
 
 
 class Server:
@@ -50,7 +64,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.name, self.url = name, f"http://127.0.0.1:{port}"
         self.log = Path(f"{flags.logs}/sglang-{name}.log")
         plugins = [*flags.plugins, *(["k3vl"] if name == "plugin" else [])]
         line = [sys.executable, "-m", "sglang.launch_server", "--model-path", flags.model]
@@ -64,21 +78,34 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # An empty list would mean all of them.
-                env={**os.environ, "SGLANG_PLUGINS": ",".join(plugins) or "none"},
+                env={
+                    **os.environ,
+                    # An empty list would mean all of them.
+                    "SGLANG_PLUGINS": ",".join(plugins) or "none",
+                    # What one has tuned the other takes over: both run the same kernels.
+                    "TRITON_CACHE_AUTOTUNING": "1",
+                },
             )
 
     def wait(self, seconds: float) -> None:
-        """Until it makes tokens."""
+        """Until it takes requests; what these need may still have to be compiled.
+
+        Raises:
+            Failed: it has ended, or does not.
+        """
         end = time.monotonic() + seconds
         while True:
             if self._process.poll() is not None or time.monotonic() > end:
-                sys.exit(f"{self.log}: not ready\n" + self.log.read_text(errors="replace")[-3000:])
+                raise Failed(f"{self.log}: not ready\n" + self.tail())
             try:
-                with urllib.request.urlopen(self.url + "/health", timeout=60):  # noqa: S310 - ours
+                with urllib.request.urlopen(self.url + "/model_info", timeout=5):  # noqa: S310 - ours
                     return
-            except OSError:
-                time.sleep(1.0)
+            except ERRORS:
+                time.sleep(0.5)
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-3000:]
 
     def stop(self) -> None:
         end_group(self._process.pid, STOP_SECONDS)
@@ -97,17 +124,21 @@ def picture(seed: int, width: int, height: int) -> bytes:
 
 
 def clip(seed: int, width: int, height: int, frames: int) -> bytes:
-    """An MP4 of two frames a second, all of which K3's rule takes."""
+    """An MP4 of two frames a second, all of which K3's rule takes; a camera over a picture."""
     import av
 
+    step = 4
+    margin = step * (frames - 1)
+    wide = Image.open(io.BytesIO(picture(seed, width + margin, height + margin)))
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
+    with wide, av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=2)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for index in range(frames):
-            with Image.open(io.BytesIO(picture(seed * 1000 + index, width, height))) as shown:
-                for packet in stream.encode(av.VideoFrame.from_image(shown)):
-                    container.mux(packet)
+            at = step * index
+            shown = wide.crop((at, at, at + width, at + height))
+            for packet in stream.encode(av.VideoFrame.from_image(shown)):
+                container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
     return buffer.getvalue()
@@ -145,29 +176,142 @@ def one_round(url: str, bodies: list[bytes], clients: int) -> dict[str, Any]:
     }
 
 
+class Record:
+    """What is known so far; a file has it at once."""
+
+    def __init__(self, about: dict[str, Any], path: str | None) -> None:
+        self.result: dict[str, Any] = {**about, "seconds": {}, "errors": {}, "answers": []}
+        self._path = path
+        self._lock = threading.Lock()  # servers are waited for by threads
+
+    def tell(self, **line: Any) -> None:
+        """To whoever watches; whatever was noted is written."""
+        with self._lock:
+            print(json.dumps(line), flush=True)
+            if self._path:
+                Path(self._path).write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def note(self, where: str, what: str, value: float | str) -> None:
+        """Keep one of ``seconds`` or ``errors``."""
+        with self._lock:
+            self.result[where][what] = value
+        self.tell(**{where: {what: value}})
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Note how long it takes."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.note("seconds", name, round(time.perf_counter() - start, 1))
+
+
+class Media:
+    """Requests of every round, made on threads while servers start."""
+
+    def __init__(self, made: Mapping[str, Callable[[int], bytes]], flags: Any) -> None:
+        self._pool = ThreadPoolExecutor(flags.media_threads)
+        self._made, self._flags = made, flags
+        self._first = {kind: self._submit(kind, 2**20) for kind in made}
+        self._rounds = {
+            (kind, number): [
+                self._submit(kind, number * flags.requests + i) for i in range(flags.requests)
+            ]
+            for number in range(flags.rounds + 1)
+            for kind in made
+        }
+
+    def first(self, kind: str) -> bytes:
+        """One that no round has."""
+        return self._first[kind].result()
+
+    def round(self, kind: str, number: int) -> list[bytes]:
+        """Those of a round."""
+        return [future.result() for future in self._rounds[kind, number]]
+
+    def close(self) -> None:
+        """Make no more."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, kind: str, seed: int) -> Future[bytes]:
+        return self._pool.submit(lambda: body(self._made[kind](seed), kind, self._flags.model))
+
+
+def start(flags: Any, record: Record, stack: ExitStack) -> dict[str, Server]:
+    """Those of both servers that come up, started at once."""
+    pool = stack.enter_context(ThreadPoolExecutor(2))  # which ends when what it waits for has
+    begun: dict[str, Server] = {}
+    for name in MEASURED["image"]:
+        begun[name] = Server(name, flags)
+        stack.callback(begun[name].stop)
+
+    def wait(server: Server) -> Server | None:
+        try:
+            with record.stage(f"start {server.name}"):
+                server.wait(flags.start_seconds)
+        except Failed as exc:
+            record.note("errors", server.name, str(exc))
+            return None
+        return server
+
+    return {server.name: server for server in pool.map(wait, begun.values()) if server}
+
+
+def first_answers(
+    servers: Mapping[str, Server], media: Media, record: Record
+) -> set[tuple[str, str]]:
+    """Whether there are any, from whom and about what; the rest is in ``errors``."""
+    answering = set()
+    for kind, name in [(kind, name) for kind, names in MEASURED.items() for name in names]:
+        if name not in servers:
+            continue
+        try:
+            with record.stage(f"first {kind}, {name}"):
+                seconds, tokens = ask(servers[name].url, media.first(kind))
+        except ERRORS as exc:
+            record.note("errors", f"{kind}, {name}", f"{exc}\n{servers[name].tail()}")
+            continue
+        answering.add((kind, name))
+        row = {"server": name, "kind": kind, "prompt_tokens": tokens}
+        record.result["answers"].append({**row, "first_seconds": round(seconds, 3)})
+        record.tell(**record.result["answers"][-1])
+    return answering
+
+
 def measure(
-    servers: Mapping[str, Server], kind: str, media: Callable[[int], bytes], flags: Any
-) -> dict[str, Any]:
-    """Rounds of requests to each server in turn."""
+    servers: Mapping[str, Server], kind: str, media: Media, flags: Any, record: Record
+) -> None:
+    """Rounds of requests to each server in turn; who fails in one has no more."""
     rows: list[dict[str, Any]] = []
-    names = MEASURED[kind]
-    for number in range(flags.rounds + 1):
-        seeds = range(number * flags.requests, (number + 1) * flags.requests)
-        bodies = [body(media(seed), kind, flags.model) for seed in seeds]
+    found = record.result[kind] = {"rounds": rows}
+    names = list(servers)
+    for number in range(flags.rounds + 1 if servers else 0):
+        bodies = media.round(kind, number)
         for name in names if number % 2 else names[::-1]:
+            if f"{kind}, {name}" in record.result["errors"]:
+                continue
             row = {"server": name, "round": number}
-            row |= one_round(servers[name].url, bodies, flags.clients)
+            try:
+                row |= one_round(servers[name].url, bodies, flags.clients)
+            except ERRORS as exc:
+                record.note("errors", f"{kind}, {name}", f"{exc}\n{servers[name].tail()}")
+                continue
             if number:
                 rows.append(row)
-                print(json.dumps({"kind": kind, **row}), flush=True)
-    best = {
-        name: max(row["requests_per_second"] for row in rows if row["server"] == name)
-        for name in names
-    }
-    result: dict[str, Any] = {"rounds": rows, "best_requests_per_second": best}
-    if len(names) == 2:
-        result["plugin_to_plain"] = round(best["plugin"] / best["plain"], 3)
-    return result
+                found |= best_of(rows)
+            record.tell(kind=kind, **row)
+
+
+def best_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everybody's best round, and the plugin's over SGLang's alone."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row["server"]] = max(best.get(row["server"], 0.0), row["requests_per_second"])
+    found: dict[str, Any] = {"best_requests_per_second": best}
+    if len(best) == 2:
+        found["plugin_to_plain"] = round(best["plugin"] / best["plain"], 3)
+    return found
 
 
 def where() -> dict[str, str]:
@@ -187,6 +331,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--media-threads", type=int, default=8, help="that make pictures and clips")
     parser.add_argument("--start-seconds", type=float, default=900.0)
     parser.add_argument(
         "--plugins", nargs="*", default=[], help="other plugins of SGLang's, to both"
@@ -200,31 +345,21 @@ def main() -> None:
         "image": lambda seed: picture(seed, width, height),
         "video": lambda seed: clip(seed, width, height, flags.frames),
     }
-    result: dict[str, Any] = {"settings": {**vars(flags), "output": None}, **where()}
+    # A limit on time ends it as an error would: with the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    record = Record({"settings": {**vars(flags), "output": None}, **where()}, flags.output)
+    media = Media(made, flags)
     with ExitStack() as stack:
-        servers = {}
-        # One after the other: each takes its share of the memory that it finds.
-        for name in MEASURED["image"]:
-            start = time.perf_counter()
-            servers[name] = Server(name, flags)
-            stack.callback(servers[name].stop)
-            servers[name].wait(flags.start_seconds)
-            print(json.dumps({"ready": name, "seconds": round(time.perf_counter() - start, 1)}))
-        answers = []
-        for kind, names in MEASURED.items():
-            data = body(made[kind](2**20), kind, flags.model)
-            for name in names:
-                seconds, tokens = ask(servers[name].url, data)
-                row = {"server": name, "kind": kind, "prompt_tokens": tokens}
-                answers.append({**row, "first_seconds": round(seconds, 3)})
-                print(json.dumps(answers[-1]), flush=True)
-        result["answers"] = answers
+        stack.callback(media.close)
+        servers = start(flags, record, stack)
+        answering = first_answers(servers, media, record)
         for kind in MEASURED:
-            result[kind] = measure(servers, kind, made[kind], flags)
-            if flags.output:  # what is known survives a limit on time
-                Path(flags.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({kind: result[kind]["best_requests_per_second"] for kind in MEASURED}))
-    print(f"plugin to plain: {result['image']['plugin_to_plain']}")
+            own = {name: server for name, server in servers.items() if (kind, name) in answering}
+            with record.stage(f"rounds {kind}"):
+                measure(own, kind, media, flags, record)
+    for kind in MEASURED:
+        print(f"{kind}: {json.dumps({**record.result[kind], 'rounds': None})}")
+    sys.exit(bool(record.result["errors"]))
 
 
 if __name__ == "__main__":

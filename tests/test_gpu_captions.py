@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.gpu_captions import Options, engine_field, make_pictures, replace_fields, summary
+from benchmarks.gpu_captions import (
+    Options,
+    engine_field,
+    keeper,
+    make_pictures,
+    replace_fields,
+    summary,
+)
 from benchmarks.gpu_equality import Recorder, compare, parting, questions_about_pictures
 from benchmarks.gpu_profile import covered, summary_of
 from benchmarks.gpu_subjects import Failed, Subject, ahead, patches_of
@@ -136,8 +145,33 @@ class Counter:
         self.value += more
         return self.value
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def close(self) -> None:
         pass
+
+
+def test_a_subject_that_takes_too_long_is_ended() -> None:
+    with Subject(Counter, 5, seconds=60) as subject:
+        assert subject.call("add", 2) == 7
+        subject._seconds = 0.1
+        with pytest.raises(Failed, match=r"sleep: more than 0\.1 s"):
+            subject.call("sleep", 600)
+        with pytest.raises(Failed, match="add: the process died"):
+            subject.call("add", 2)
+
+
+def test_what_a_part_knows_is_in_the_file_at_once(tmp_path: Path) -> None:
+    record: dict[str, Any] = {"speed": {"old": 1}, "profile": {"old": 2}}
+    path = tmp_path / "record.json"
+    keep = keeper(record, "speed", path)
+    keep({"pictures": 5})
+    keep({"errors": {"speed": "why"}})
+    kept = json.loads(path.read_text())
+    assert kept["profile"] == {"old": 2}
+    assert (kept["speed"]["pictures"], kept["speed"]["errors"]) == (5, {"speed": "why"})
+    assert "old" not in kept["speed"]
 
 
 def test_a_subject_lives_in_a_process_and_tells_what_failed() -> None:

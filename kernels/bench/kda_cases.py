@@ -79,8 +79,8 @@ def decode_cases() -> Iterator[Case]:
     """One token of B sequences; bytes are the states, read and written, and the rows."""
     for batch, heads in ((1, 96), (8, 96), (32, 96), (128, 96), (32, 12)):
         weights, args = _weights(heads), _inputs(batch, heads)
-        cells = torch.randperm(batch * heads, device="cuda").view(batch, heads)
         windows = normal(batch * heads, 3, 3, _K)
+        cells = torch.randperm(batch * heads, device=windows.device).view(batch, heads)
         states = normal(batch * heads, _K, _K, dtype=torch.float32)
         step = partial(kda_decode, *args, weights, windows, states, cells)
         fresh = windows.clone(), states.clone()
@@ -100,7 +100,8 @@ def decode_cases() -> Iterator[Case]:
             fresh: tuple[torch.Tensor, torch.Tensor] = fresh,
             cells: torch.Tensor = cells,
         ) -> torch.Tensor:
-            windows, states = (x.float() for x in fresh)
+            # Copies even of float32: the reference writes into them, and the peers begin there too.
+            windows, states = (x.to(torch.float32, copy=True) for x in fresh)
             return kda_decode_reference(*_single(args), weights, windows, states, cells)
 
         rows = batch * heads * _K * 2
@@ -195,7 +196,7 @@ def prefill_cases() -> Iterator[Case]:
                 cu_seqlens[1:],
             ),
         ) -> torch.Tensor:
-            own = torch.zeros_like(windows).float(), torch.zeros_like(states)
+            own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
             return kda_prefill_reference(*_single(args), weights, *own, *rest)
 
         yield Case(

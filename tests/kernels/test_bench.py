@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 
 import k3vl.kernels.bench.__main__ as bench
 from k3vl.config import parse_config
-from k3vl.kernels.bench import peers
+from k3vl.kernels.bench import kda_cases, peers, sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work
 from k3vl.kernels.bench.sglang_kda import _Pool
 from k3vl.kernels.bench.sglang_moe import repacked_once
@@ -134,6 +135,30 @@ def test_states_lie_as_sglang_reads_them() -> None:
     channel = (kind * heads + h) * width + key
     assert pool.windows[b, age, channel] == windows[cells[b, h], age, kind, key]
     assert pool.states[b, h, value, key] == states[cells[b, h], key, value]
+
+
+def test_peers_of_a_step_begin_where_ours_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ran before them, the reference among others, has left the states as they were."""
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    def step(*args: Any) -> torch.Tensor:
+        *inputs, weights, windows, states, cells = args
+        single = (x.float() for x in inputs)
+        return kda_cases.kda_decode_reference(*single, weights, windows.float(), states, cells)
+
+    def theirs(args: Any, weights: Any, windows: Any, states: Any, cells: Any) -> dict[str, Peer]:
+        result = partial(step, *args, weights, windows, states, cells)
+        return {"theirs": Peer(lambda: Work(lambda: None, result))}
+
+    monkeypatch.setattr(kda_cases, "normal", normal)
+    monkeypatch.setattr(kda_cases, "kda_decode", step)
+    monkeypatch.setattr(sglang_kda, "decode_peers", theirs)
+    case = next(kda_cases.decode_cases())
+    *_, line = bench.run(case, CEILINGS, variants=False, peers=True)
+    assert line["implementation"] == "theirs"
+    assert line["apart"] < 1e-6
 
 
 def test_experts_reach_marlin_as_a_checkpoint_has_them(monkeypatch: pytest.MonkeyPatch) -> None:

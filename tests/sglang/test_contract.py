@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
+from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import entry_points, version
 from typing import Any
@@ -192,3 +194,12 @@ def test_the_variable_is_still_read_when_processors_are_made(
 
     monkeypatch.setenv(PROCESSORS_VARIABLE, "some.package")
     assert envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE.get() == "some.package"
+
+
+def test_the_benchmark_of_slices_names_arguments_that_exist() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from benchmarks.sglang_slice import arguments
+
+    flags = Namespace(model="some/model", memory=0.8, prefill=[1024], decode=[1], context=512)
+    assert arguments(flags).keys() <= {field.name for field in fields(ServerArgs)}
