@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,12 +11,10 @@ import triton.language as tl
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda import check_shapes
 from k3vl.kernels.kda.chunk_kernels import kda_norm_kernel, kda_prepare_kernel, kda_scan_kernel
+from k3vl.kernels.kda.parts import Work, in_parts, scratch_memory
 from k3vl.kernels.kda.reference import kda_prefill_reference
-from k3vl.kernels.kda.rows_kernel import kda_norm_slots_kernel, kda_prepare_rows_kernel
-from k3vl.kernels.kda.segments import start_states
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
 from k3vl.kernels.kda.steps_kernel import kda_steps_kernel
-from k3vl.kernels.kda.walk_kernel import kda_walk_kernel
 
 if TYPE_CHECKING:
     from k3vl.kernels.kda import KDAWeights
@@ -160,8 +156,9 @@ def kda_prefill(
     half = qkv.dtype != torch.float32
     layout = shape or _shape(cells.numel(), states.shape[-1], half=half)
     if layout.parts:
+        scratch = scratch_memory(qkv, cells, states, CHUNK)
         inputs = (qkv, gate, decay, write)
-        return _in_parts(inputs, weights, pool, layout, snapshots)
+        return in_parts(Work(inputs, weights, pool, scratch, layout, snapshots))
     chunks = _prepare(qkv, decay, write, weights, pool, layout)
     out = _scan(qkv, gate, weights, pool, chunks, layout, snapshots)
     if layout.values < states.shape[-1]:
@@ -303,140 +300,6 @@ def _scan(
         num_warps=layout.warps,
     )
     return out
-
-
-def _in_parts(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    weights: KDAWeights,
-    pool: _Pool,
-    layout: PrefillShape,
-    snapshots: Snapshots | None,
-) -> torch.Tensor:
-    """Ranges of slots one after the other: each is prepared here and walked on a second stream.
-
-    The sequential kernel leaves most of the device idle, the next range's parallel one fills it.
-    """
-    qkv, gate, decay, write = inputs
-    sequences, heads = pool.cells.shape
-    key = pool.states.shape[-1]
-    slots = qkv.shape[0] // CHUNK + sequences
-    dtype = _operand(qkv)
-    half = dtype != torch.float32
-    device = qkv.device
-
-    def scratch(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(slots * heads, *size, dtype=of, device=device)
-
-    # w and -qg; u; kl; scores; gamma
-    matrices = [scratch(2 * CHUNK, key), scratch(key, CHUNK), scratch(CHUNK, key)]
-    chunks = (*matrices, scratch(CHUNK, CHUNK), scratch(key, of=torch.float32))
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=device)
-    strides = (pool.cells.stride(0), *pool.windows.stride()[:3])
-    taps_first = weights.conv.t().contiguous()
-    search = max(16, triton.next_power_of_2(sequences))  # few sizes: each is compiled
-    common = {
-        "C": CHUNK,
-        "K": key,
-        "W": weights.conv.shape[1],
-        "DTYPE": tl.bfloat16 if half else tl.float32,
-        "PRECISION": "tf32" if half else "tf32x3",
-    }
-    side = _side_stream(device) if layout.parts > 1 and device.type == "cuda" else None
-    if side:
-        side.wait_stream(torch.cuda.current_stream(device))  # who else uses the memory of out
-    step = triton.cdiv(slots, layout.parts)
-    for lowest in range(0, slots, step):
-        count = min(step, slots - lowest)
-        kda_prepare_rows_kernel[(heads, count)](
-            qkv,
-            decay,
-            write,
-            taps_first,
-            weights.a_log,
-            weights.dt_bias,
-            pool.windows,
-            pool.cells,
-            pool.cu_seqlens,
-            pool.ends,
-            *chunks,
-            qkv.stride(0),
-            decay.stride(0),
-            write.stride(0),
-            *strides,
-            weights.lower_bound,
-            sequences,
-            heads,
-            lowest,
-            BS=search,
-            R=8,
-            LEVELS=_LEVELS,
-            INVERSE=tl.float16 if half else tl.float32,
-            FAST=half,
-            **common,
-            num_warps=4,
-            maxnreg=layout.registers,
-        )
-        if side:
-            side.wait_stream(torch.cuda.current_stream(device))
-        starts = out
-        grid: tuple[int, ...] = (key // layout.values, sequences * heads)
-        if layout.segment:
-            of = (pool.states, pool.cells, pool.cu_seqlens, pool.ends, chunks)
-            starts = start_states(*of, qkv.shape[0], layout.segment)
-            grid = (*grid, triton.cdiv(qkv.shape[0], CHUNK * layout.segment))
-        with torch.cuda.stream(side) if side else nullcontext():
-            kda_walk_kernel[grid](
-                qkv,
-                gate,
-                weights.o_norm,
-                *pool,
-                *chunks,
-                snapshots.depths.contiguous() if snapshots else pool.cells,
-                snapshots.cells.contiguous() if snapshots else pool.cells,
-                out,
-                qkv.stride(0),
-                gate.stride(0),
-                *strides,
-                pool.states.stride(0),
-                weights.eps,
-                heads,
-                lowest,
-                count,
-                starts,
-                BV=layout.values,
-                FUSED=layout.values == key,
-                DEPTHS=snapshots.depths.shape[1] if snapshots else 0,
-                STAGES=layout.stages,
-                SEGMENT=layout.segment,
-                **common,
-                num_warps=layout.warps,
-            )
-            if layout.values < key:
-                kda_norm_slots_kernel[(heads, count)](
-                    out,
-                    gate,
-                    weights.o_norm,
-                    pool.cu_seqlens,
-                    pool.ends,
-                    gate.stride(0),
-                    weights.eps,
-                    sequences,
-                    heads,
-                    lowest,
-                    BS=search,
-                    C=CHUNK,
-                    K=key,
-                    num_warps=4,
-                )
-    if side:
-        torch.cuda.current_stream(device).wait_stream(side)
-    return out
-
-
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of high priority: its few programs start before the many of the current stream."""
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def _shape(programs: int, key: int, *, half: bool) -> PrefillShape:

@@ -5,7 +5,7 @@ so that rows are a Python tuple: the convolution takes a neighbour's registers i
 and widening every row W times, and running sums along the rows are plain additions.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 
 import triton
 import triton.language as tl
@@ -86,7 +86,7 @@ def _convolve_rows(
     return out
 
 
-@triton.jit(do_not_specialize=["lowest_slot"])
+@triton.jit
 def kda_prepare_rows_kernel(
     qkv,
     decay,
@@ -218,7 +218,7 @@ def kda_prepare_rows_kernel(
     tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
 
 
-@triton.jit(do_not_specialize=["lowest_slot"])
+@triton.jit
 def kda_norm_slots_kernel(
     x, gate, o_norm, cu_seqlens, ends, s_gate, eps, S, H, lowest_slot,
     BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,

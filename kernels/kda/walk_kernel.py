@@ -13,7 +13,7 @@ from k3vl.kernels.kda.chunk_kernels import _advance_windows
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
-@triton.jit(do_not_specialize=["lowest_slot", "slots"])
+@triton.jit
 def kda_walk_kernel(
     qkv,
     gate,
