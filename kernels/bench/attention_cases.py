@@ -80,6 +80,7 @@ def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
         for splits in ((most, most // 2) if batch == 1 else (most,))
         for kernel in kernels
     ]
+    shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}
 
