@@ -18,7 +18,14 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_store_kernel,
     mla_values_kernel,
 )
-from k3vl.kernels.mla.hopper import HEADS, TILE, HopperShape, hopper_parts, hopper_takes
+from k3vl.kernels.mla.hopper import (
+    HEADS,
+    TILE,
+    HopperShape,
+    hopper_parts,
+    hopper_runs,
+    hopper_takes,
+)
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
@@ -303,10 +310,11 @@ def _best_shape(
 ) -> DecodeShape | HopperShape:
     batch, heads, _ = q.shape
     longest = rows.shape[1] * page
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
-    if heads > _FEW_HEADS and hopper and hopper_takes(q, latents, rows, latent_width, page):
+    hopper = hopper_runs(q.device) and hopper_takes(q, latents, rows, latent_width, page)
+    if heads > _FEW_HEADS and hopper:
+        # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)
-        return HopperShape("sides", max(1, min(_PROGRAMS // programs, -(-longest // (2 * TILE)))))
+        return HopperShape(max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE)))))
     return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
 
 
