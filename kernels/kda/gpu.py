@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.kda import KDAWeights
 
 CHUNK = 32
-"""Tokens, 2^5: decays of exp(-5) over them, split around their middle, still are float32 numbers."""
+"""Tokens, 2^5: decays of exp(-5) over them, split around their middle, still are float32."""
 _MANY_HEADS = 48
 
 
