@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -74,12 +74,10 @@ def attn_residual_cases() -> Iterator[Case]:
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
     """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
     most = max(1, 132 // (2 * batch))
-    kernels: tuple[Literal["joint", "sides"], ...] = ("joint", "sides")
     shapes: list[DecodeShape | HopperShape] = [
-        HopperShape(kernel, splits)
-        for splits in ((most, most // 2) if batch == 1 else (most,))
-        for kernel in kernels
+        HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
+    shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}
 

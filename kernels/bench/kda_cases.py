@@ -17,33 +17,15 @@ from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_referen
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_DECODE_VARIANTS = (
-    {"tile": 64},
-    {"tile": 128},
-    {"stay": 1},
-    {"stay": 2},
-)
-_PREFILL_VARIANTS = (
-    PrefillShape(values=64, warps=4, stages=4, registers=168),
-    PrefillShape(values=128, warps=8, stages=3, registers=None),
-    *(
-        PrefillShape(values=values, warps=warps, stages=stages, registers=registers, parts=parts)
-        for values, warps, stages, registers, parts in (
-            (64, 4, 3, 168, 1),
-            (64, 4, 4, 168, 1),
-            (64, 4, 2, 168, 1),
-            (64, 4, 3, 128, 1),
-            (128, 8, 3, 168, 1),
-            (64, 4, 3, 168, 2),
-            (64, 4, 3, 168, 4),
-            (64, 4, 3, 168, 8),
-            (64, 4, 3, 168, 16),
-            (64, 4, 2, 128, 8),
-            (64, 4, 3, 128, 4),
-            (128, 8, 3, 168, 4),
-        )
-    ),
-    *(PrefillShape(64, 4, 3, 168, parts=1, segment=segment) for segment in (16, 32, 64)),
+_PREFILL_VARIANTS = tuple(
+    PrefillShape(values, warps, stages, registers)
+    for values, warps, stages, registers in (
+        (64, 4, 3, 128),
+        (64, 4, 3, 168),
+        (64, 4, 4, 168),
+        (64, 4, 2, 168),
+        (128, 8, 3, 168),
+    )
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -115,7 +97,7 @@ def decode_cases() -> Iterator[Case]:
             # states and windows both ways; qkv, gate, decay in; output
             bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
             flops=batch * heads * 8 * _K * _K,
-            variants={str(choice): partial(step, **choice) for choice in _DECODE_VARIANTS},
+            variants={"64 value channels a tile": partial(step, tile=64)},
             peers={
                 **_decode_peers(batch, heads, args, weights),
                 **sglang_kda.decode_peers(args, weights, *fresh, cells),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -12,22 +10,17 @@ import triton.language as tl
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda import check_shapes
-from k3vl.kernels.kda.chunk_kernels import kda_norm_kernel, kda_prepare_kernel, kda_scan_kernel
+from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
-from k3vl.kernels.kda.rows_kernel import kda_norm_slots_kernel, kda_prepare_rows_kernel
-from k3vl.kernels.kda.segments import start_states
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
-from k3vl.kernels.kda.steps_kernel import kda_steps_kernel
-from k3vl.kernels.kda.walk_kernel import kda_walk_kernel
+from k3vl.kernels.kda.walk_kernel import kda_norm_kernel, kda_walk_kernel
 
 if TYPE_CHECKING:
     from k3vl.kernels.kda import KDAWeights
 
 CHUNK = 32
-"""Tokens over which decays of exp(-5), split around their middle, still are float32 numbers."""
-_LEVELS = 5  # 2^5 = CHUNK
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
+"""Tokens, 2^5: decays of exp(-5) over them, split around their middle, still are float32."""
+_MANY_HEADS = 48
 
 
 class Snapshots(NamedTuple):
@@ -50,18 +43,12 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
-        parts: 0, or by ``rows_kernel`` and ``walk_kernel`` in so many launches each, so that the
-            two work side by side; the results do not depend on it.
-        segment: chunks that a program of ``walk_kernel`` takes, from a state that ``segments``
-            finds first (one part); 0: all. The results do depend on it, in their rounding.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
-    parts: int = 0
-    segment: int = 0
 
 
 def kda_decode(
@@ -77,13 +64,8 @@ def kda_decode(
     tile: int = 128,
     warps: int = 4,
     registers: int | None = None,
-    stay: int = 0,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`.
-
-    ``stay`` programs a multiprocessor take one head after the other (``steps_kernel``); 0: every
-    head has its own program.
-    """
+    """See :func:`k3vl.kernels.kda.kda_decode`."""
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -91,12 +73,7 @@ def kda_decode(
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not batch:
         return out
-    count = batch * heads
-    kernel, grid, sizes = kda_step_kernel, count, {"BV": min(tile, key)}
-    if stay:
-        kernel, grid = kda_steps_kernel, min(count, stay * _PROGRAMS)
-        sizes = {"N": count, "STAGES": 3 if stay == 1 else 2}  # what fits in shared memory
-    kernel[(grid,)](
+    kda_step_kernel[(batch * heads,)](
         qkv,
         gate,
         decay,
@@ -120,9 +97,9 @@ def kda_decode(
         weights.lower_bound or 0.0,
         heads,
         K=key,
+        BV=min(tile, key),
         W=width,
         BOUNDED=weights.lower_bound is not None,
-        **sizes,
         num_warps=warps,
         maxnreg=registers,
     )
@@ -156,27 +133,20 @@ def kda_prefill(
         return kda_prefill_reference(
             qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends
         )
-    pool = _Pool(windows, states, cells, cu_seqlens, ends)
     half = qkv.dtype != torch.float32
-    layout = shape or _shape(cells.numel(), states.shape[-1], half=half)
-    if layout.parts:
-        inputs = (qkv, gate, decay, write)
-        return _in_parts(inputs, weights, pool, layout, snapshots)
-    chunks = _prepare(qkv, decay, write, weights, pool, layout)
-    out = _scan(qkv, gate, weights, pool, chunks, layout, snapshots)
-    if layout.values < states.shape[-1]:
-        rows, heads, block = gate.shape[0], cells.shape[1], 16
-        kda_norm_kernel[(triton.cdiv(rows * heads, block),)](
-            out,
-            gate,
-            weights.o_norm,
-            gate.stride(0),
-            weights.eps,
-            rows,
-            heads,
-            BH=block,
-            K=states.shape[-1],
-        )
+    work = _Work(
+        inputs=(qkv, gate, decay, write),
+        weights=weights,
+        pool=_Pool(windows, states, cells, cu_seqlens, ends),
+        chunks=_scratch_memory(qkv, cells, states),
+        layout=shape or _shape(cells.shape[1], states.shape[-1], half=half),
+        snapshots=snapshots,
+    )
+    _prepare(work)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _walk(work, out)
+    if work.layout.values < states.shape[-1]:
+        _norm(work, out)
     return out
 
 
@@ -191,269 +161,158 @@ class _Pool(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """What is known of every chunk of every head without its state; see the kernel."""
+    """What is known of every chunk of every head without its state; see ``kda_prepare_kernel``."""
 
-    w: torch.Tensor
+    wq: torch.Tensor
     u: torch.Tensor
-    qg: torch.Tensor
     kl: torch.Tensor
     scores: torch.Tensor
     gamma: torch.Tensor
 
 
-def _prepare(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    write: torch.Tensor,
-    weights: KDAWeights,
-    pool: _Pool,
-    layout: PrefillShape,
-) -> _Chunks:
-    """All chunks of all sequences at once."""
-    sequences, heads = pool.cells.shape
-    key = pool.states.shape[-1]
-    slots = qkv.shape[0] // CHUNK + sequences
-    dtype = _operand(qkv)
-    half = dtype != torch.float32
+class _Work(NamedTuple):
+    """One prefill; ``inputs`` are qkv, gate, decay and write."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    weights: KDAWeights
+    pool: _Pool
+    chunks: _Chunks
+    layout: PrefillShape
+    snapshots: Snapshots | None
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Heads and slots: a program for each."""
+        heads = self.pool.cells.shape[1]
+        return heads, self.chunks.u.shape[0] // heads
+
+    @property
+    def searched(self) -> int:
+        """Sequences among which a slot's is found: few sizes, as each is compiled."""
+        return max(16, triton.next_power_of_2(self.pool.cells.shape[0]))
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Constants of both kernels. Operands are bfloat16: float16 lacks the range of exp(80)."""
+        half = self.chunks.u.dtype != torch.float32
+        return {
+            "C": CHUNK,
+            "K": self.pool.states.shape[-1],
+            "W": self.weights.conv.shape[1],
+            "DTYPE": tl.bfloat16 if half else tl.float32,
+            "PRECISION": "tf32" if half else "tf32x3",
+        }
+
+
+def _scratch_memory(qkv: torch.Tensor, cells: torch.Tensor, states: torch.Tensor) -> _Chunks:
+    sequences, heads = cells.shape
+    blocks, key = (qkv.shape[0] // CHUNK + sequences) * heads, states.shape[-1]
+    dtype = torch.float32 if qkv.dtype == torch.float32 else torch.bfloat16
 
     def scratch(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(slots * heads, *size, dtype=of, device=qkv.device)
+        return torch.empty(blocks, *size, dtype=of, device=qkv.device)
 
-    chunks = _Chunks(
-        w=scratch(CHUNK, key),
+    return _Chunks(
+        wq=scratch(2 * CHUNK, key),
         u=scratch(key, CHUNK),
-        qg=scratch(CHUNK, key),
         kl=scratch(CHUNK, key),
         scores=scratch(CHUNK, CHUNK),
         gamma=scratch(key, of=torch.float32),
     )
-    kda_prepare_kernel[(heads, slots)](
+
+
+def _prepare(work: _Work) -> None:
+    """All chunks of all sequences at once."""
+    qkv, _, decay, write = work.inputs
+    windows, _, cells, cu_seqlens, ends = work.pool
+    half = work.chunks.u.dtype != torch.float32
+    kda_prepare_kernel[work.slots](
         qkv,
         decay,
         write,
-        weights.conv,
-        weights.a_log,
-        weights.dt_bias,
-        pool.windows,
-        pool.cells,
-        pool.cu_seqlens,
-        pool.ends,
-        *chunks,
+        work.weights.conv.t().contiguous(),
+        work.weights.a_log,
+        work.weights.dt_bias,
+        windows,
+        cells,
+        cu_seqlens,
+        ends,
+        *work.chunks,
         qkv.stride(0),
         decay.stride(0),
         write.stride(0),
-        pool.cells.stride(0),
-        *pool.windows.stride()[:3],
-        weights.lower_bound,
-        sequences,
-        heads,
-        BS=max(16, triton.next_power_of_2(sequences)),  # few sizes: each is compiled
-        C=CHUNK,
-        LEVELS=_LEVELS,
-        K=key,
-        W=weights.conv.shape[1],
-        DTYPE=tl.bfloat16 if half else tl.float32,
+        cells.stride(0),
+        *windows.stride()[:3],
+        work.weights.lower_bound,
+        *cells.shape,
+        BS=work.searched,
+        R=8,
+        LEVELS=CHUNK.bit_length() - 1,
         INVERSE=tl.float16 if half else tl.float32,
-        PRECISION="tf32" if half else "tf32x3",
+        FAST=half,
+        **work.common,
         num_warps=4,
-        maxnreg=layout.registers,
+        maxnreg=work.layout.registers,
     )
-    return chunks
 
 
-def _scan(
-    qkv: torch.Tensor,
-    gate: torch.Tensor,
-    weights: KDAWeights,
-    pool: _Pool,
-    chunks: _Chunks,
-    layout: PrefillShape,
-    snapshots: Snapshots | None,
-) -> torch.Tensor:
+def _walk(work: _Work, out: torch.Tensor) -> None:
     """Every sequence, chunk after chunk; with the norm where a program holds whole heads."""
-    sequences, heads = pool.cells.shape
-    key = pool.states.shape[-1]
-    half = _operand(qkv) != torch.float32
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    kda_scan_kernel[(sequences * heads, key // layout.values)](
+    qkv, gate, _, _ = work.inputs
+    (sequences, heads), key = work.pool.cells.shape, work.pool.states.shape[-1]
+    layout, snapshots, cells = work.layout, work.snapshots, work.pool.cells
+    kda_walk_kernel[(key // layout.values * sequences * heads,)](
         qkv,
         gate,
-        weights.o_norm,
-        *pool,
-        *chunks,
-        snapshots.depths.contiguous() if snapshots else pool.cells,
-        snapshots.cells.contiguous() if snapshots else pool.cells,
+        work.weights.o_norm,
+        *work.pool,
+        *work.chunks,
+        snapshots.depths.contiguous() if snapshots else cells,
+        snapshots.cells.contiguous() if snapshots else cells,
         out,
         qkv.stride(0),
         gate.stride(0),
-        pool.cells.stride(0),
-        *pool.windows.stride()[:3],
-        pool.states.stride(0),
-        weights.eps,
+        cells.stride(0),
+        *work.pool.windows.stride()[:3],
+        work.pool.states.stride(0),
+        work.weights.eps,
         heads,
-        C=CHUNK,
-        K=key,
         BV=layout.values,
-        W=weights.conv.shape[1],
-        DTYPE=tl.bfloat16 if half else tl.float32,
-        PRECISION="tf32" if half else "tf32x3",
         FUSED=layout.values == key,
         DEPTHS=snapshots.depths.shape[1] if snapshots else 0,
         STAGES=layout.stages,
+        **work.common,
         num_warps=layout.warps,
     )
-    return out
 
 
-def _in_parts(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    weights: KDAWeights,
-    pool: _Pool,
-    layout: PrefillShape,
-    snapshots: Snapshots | None,
-) -> torch.Tensor:
-    """Ranges of slots one after the other: each is prepared here and walked on a second stream.
-
-    The sequential kernel leaves most of the device idle, the next range's parallel one fills it.
-    """
-    qkv, gate, decay, write = inputs
-    sequences, heads = pool.cells.shape
-    key = pool.states.shape[-1]
-    slots = qkv.shape[0] // CHUNK + sequences
-    dtype = _operand(qkv)
-    half = dtype != torch.float32
-    device = qkv.device
-
-    def scratch(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(slots * heads, *size, dtype=of, device=device)
-
-    # w and -qg; u; kl; scores; gamma
-    matrices = [scratch(2 * CHUNK, key), scratch(key, CHUNK), scratch(CHUNK, key)]
-    chunks = (*matrices, scratch(CHUNK, CHUNK), scratch(key, of=torch.float32))
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=device)
-    strides = (pool.cells.stride(0), *pool.windows.stride()[:3])
-    taps_first = weights.conv.t().contiguous()
-    search = max(16, triton.next_power_of_2(sequences))  # few sizes: each is compiled
-    common = {
-        "C": CHUNK,
-        "K": key,
-        "W": weights.conv.shape[1],
-        "DTYPE": tl.bfloat16 if half else tl.float32,
-        "PRECISION": "tf32" if half else "tf32x3",
-    }
-    side = _side_stream(device) if layout.parts > 1 and device.type == "cuda" else None
-    if side:
-        side.wait_stream(torch.cuda.current_stream(device))  # who else uses the memory of out
-    step = triton.cdiv(slots, layout.parts)
-    for lowest in range(0, slots, step):
-        count = min(step, slots - lowest)
-        kda_prepare_rows_kernel[(heads, count)](
-            qkv,
-            decay,
-            write,
-            taps_first,
-            weights.a_log,
-            weights.dt_bias,
-            pool.windows,
-            pool.cells,
-            pool.cu_seqlens,
-            pool.ends,
-            *chunks,
-            qkv.stride(0),
-            decay.stride(0),
-            write.stride(0),
-            *strides,
-            weights.lower_bound,
-            sequences,
-            heads,
-            lowest,
-            BS=search,
-            R=8,
-            LEVELS=_LEVELS,
-            INVERSE=tl.float16 if half else tl.float32,
-            FAST=half,
-            **common,
-            num_warps=4,
-            maxnreg=layout.registers,
-        )
-        if side:
-            side.wait_stream(torch.cuda.current_stream(device))
-        starts = out
-        grid: tuple[int, ...] = (key // layout.values, sequences * heads)
-        if layout.segment:
-            of = (pool.states, pool.cells, pool.cu_seqlens, pool.ends, chunks)
-            starts = start_states(*of, qkv.shape[0], layout.segment)
-            grid = (*grid, triton.cdiv(qkv.shape[0], CHUNK * layout.segment))
-        with torch.cuda.stream(side) if side else nullcontext():
-            kda_walk_kernel[grid](
-                qkv,
-                gate,
-                weights.o_norm,
-                *pool,
-                *chunks,
-                snapshots.depths.contiguous() if snapshots else pool.cells,
-                snapshots.cells.contiguous() if snapshots else pool.cells,
-                out,
-                qkv.stride(0),
-                gate.stride(0),
-                *strides,
-                pool.states.stride(0),
-                weights.eps,
-                heads,
-                lowest,
-                count,
-                starts,
-                BV=layout.values,
-                FUSED=layout.values == key,
-                DEPTHS=snapshots.depths.shape[1] if snapshots else 0,
-                STAGES=layout.stages,
-                SEGMENT=layout.segment,
-                **common,
-                num_warps=layout.warps,
-            )
-            if layout.values < key:
-                kda_norm_slots_kernel[(heads, count)](
-                    out,
-                    gate,
-                    weights.o_norm,
-                    pool.cu_seqlens,
-                    pool.ends,
-                    gate.stride(0),
-                    weights.eps,
-                    sequences,
-                    heads,
-                    lowest,
-                    BS=search,
-                    C=CHUNK,
-                    K=key,
-                    num_warps=4,
-                )
-    if side:
-        torch.cuda.current_stream(device).wait_stream(side)
-    return out
+def _norm(work: _Work, out: torch.Tensor) -> None:
+    gate = work.inputs[1]
+    kda_norm_kernel[work.slots](
+        out,
+        gate,
+        work.weights.o_norm,
+        work.pool.cu_seqlens,
+        work.pool.ends,
+        gate.stride(0),
+        work.weights.eps,
+        *work.pool.cells.shape,
+        BS=work.searched,
+        C=CHUNK,
+        K=work.pool.states.shape[-1],
+        num_warps=4,
+    )
 
 
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of high priority: its few programs start before the many of the current stream."""
-    return torch.cuda.Stream(device, priority=-1)
+def _shape(heads: int, key: int, *, half: bool) -> PrefillShape:
+    """The fastest of those that ``bench`` tried on an H200.
 
-
-def _shape(programs: int, key: int, *, half: bool) -> PrefillShape:
-    """The fastest of those that ``bench`` tried on an H200, by how many heads there are to walk.
-
-    Whole heads, norm included, where they fill half of the device; else halves, twice as many.
+    By the model alone: what a sequence gets does not depend on the batch. Few heads leave the
+    parallel kernel room for more registers a program; 12 and 96 heads are measured, none between.
     """
     if not half:
         return PrefillShape(min(key, 64), 4, 1, None)
-    if programs >= _PROGRAMS // 2 and key == 128:
-        return PrefillShape(key, 8, 3, None)
-    return PrefillShape(min(key, 64), 4, 4, 168)
-
-
-def _operand(qkv: torch.Tensor) -> torch.dtype:
-    """Of the products' operands; float16 lacks the range of exp(80)."""
-    return torch.float32 if qkv.dtype == torch.float32 else torch.bfloat16
+    return PrefillShape(min(key, 64), 4, 3, 128 if heads >= _MANY_HEADS else 168)
 
 
 def _check_layout(

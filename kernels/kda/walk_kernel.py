@@ -1,19 +1,34 @@
-"""The sequential half of KDA prefill behind ``rows_kernel``.
+"""The sequential half of KDA prefill, behind ``prepare_kernel``, and the norm behind that.
 
-As ``kda_scan_kernel``, but the two products with the state that a chunk begins with are one of
-twice the width: three waits for the tensor core a chunk instead of four.
+The two products with the state that a chunk begins with are one of twice the width: three waits for
+the tensor core a chunk instead of four.
 """
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from k3vl.kernels.kda.chunk_kernels import _advance_windows
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
-@triton.jit(do_not_specialize=["lowest_slot", "slots"])
+@triton.jit
+def _advance_windows(
+    qkv, s_qkv, p_window, s_tap, s_stream, begin, end, column, stream, K: tl.constexpr,
+    W: tl.constexpr,
+):  # fmt: skip
+    """Make the last W - 1 inputs before ``end`` the window; from the old one where it is short."""
+    o_w = tl.arange(0, W)[:, None]
+    o_k = tl.arange(0, K)[None, :]
+    kept = o_w < W - 1
+    at = end - (W - 1) + o_w
+    new = tl.load(qkv + at * s_qkv + column + o_k, mask=kept & (at >= begin), other=0.0)
+    p_tap = p_window + stream * s_stream + o_k
+    old = tl.load(p_tap + (at - begin + (W - 1)) * s_tap, mask=kept & (at < begin), other=0.0)
+    return tl.where(at >= begin, new.to(old.dtype), old)
+
+
+@triton.jit
 def kda_walk_kernel(
     qkv,
     gate,
@@ -40,9 +55,6 @@ def kda_walk_kernel(
     s_state,
     eps,
     H,
-    lowest_slot,
-    slots,
-    starts,
     C: tl.constexpr,
     K: tl.constexpr,
     BV: tl.constexpr,
@@ -52,17 +64,16 @@ def kda_walk_kernel(
     FUSED: tl.constexpr,
     DEPTHS: tl.constexpr,
     STAGES: tl.constexpr,
-    SEGMENT: tl.constexpr,
 ):
     """Carry the state of one head (BV of its value channels) through one sequence.
 
-    Of its chunks those in the ``slots`` slots from ``lowest_slot`` on; what the state was between
-    two such launches is what it is between two chunks, to the bit. With SEGMENT chunks a program
-    instead, from ``starts`` (``segments``).
+    Everything is transposed, values first: then the state is the left operand of every product and
+    goes from its accumulator into the tensor core without a way through shared memory.
     """
-    i_v = tl.program_id(0)  # first: the parts of a head start together and read the same
-    i_s = tl.program_id(1) // H
-    i_h = tl.program_id(1) % H
+    PARTS: tl.constexpr = K // BV
+    i_v = tl.program_id(0) % PARTS  # the parts of a head start together and read the same
+    i_s = tl.program_id(0) // PARTS // H
+    i_h = tl.program_id(0) // PARTS % H
     o_t = tl.arange(0, C)
     o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -73,35 +84,20 @@ def kda_walk_kernel(
     cell = tl.load(cells + i_s * s_cells + i_h)
     length = (end - begin).to(tl.int32)
     room = (behind - begin).to(tl.int32)
-
     chunks = tl.cdiv(length, C)
-    mine = begin // C + i_s
-    if SEGMENT:
-        slots = SEGMENT
-        lowest_slot = mine + tl.program_id(2) * SEGMENT
-    from_chunk = tl.maximum(lowest_slot - mine, 0).to(tl.int32)
-    last = (lowest_slot + slots - mine).to(tl.int32)
-    to_chunk = tl.minimum(last, chunks)
-    if from_chunk >= tl.minimum(last, tl.maximum(chunks, 1)):
-        return
-    block = (mine + from_chunk) * H + i_h
+    block = (begin // C + i_s) * H + i_h
 
     p_state = states + cell * s_state + o_k[:, None] * K + o_v[None, :]
-    if SEGMENT:
-        start = (begin // (C * SEGMENT) + i_s + tl.program_id(2)) * H + i_h
-        b_s = tl.load(starts + start * K * K + o_v[:, None] * K + o_k[None, :])
-    else:
-        b_s = tl.trans(tl.load(p_state))  # [V, K] float32
-    done = begin + from_chunk * C
-    p_out = out + done * (H * K) + column + o_t[:, None] * (H * K) + o_v[None, :]
-    p_gate = gate + done * s_gate + column + o_t[:, None] * s_gate + o_v[None, :]
+    b_s = tl.trans(tl.load(p_state))  # [V, K] float32
+    p_out = out + begin * (H * K) + column + o_t[:, None] * (H * K) + o_v[None, :]
+    p_gate = gate + begin * s_gate + column + o_t[:, None] * s_gate + o_v[None, :]
     norm = tl.load(o_norm + o_v)
     p_wq = wq + block * (2 * C * K) + tl.arange(0, 2 * C)[:, None] * K + o_k[None, :]
     p_u = u + block * C * K + o_v[:, None] * C + o_t[None, :]
     p_kl = kl + block * C * K + o_t[:, None] * K + o_k[None, :]
     p_scores = scores + block * C * C + o_t[:, None] * C + o_t[None, :]
     p_gamma = gamma + block * K + o_k
-    for c in tl.range(from_chunk, to_chunk, num_stages=STAGES):
+    for c in tl.range(0, chunks, num_stages=STAGES):
         b_wq = tl.load(p_wq)
         b_u = tl.load(p_u)
         b_kl = tl.load(p_kl)
@@ -138,12 +134,7 @@ def kda_walk_kernel(
                 copy = tl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
                 p_copy = states + copy * s_state + o_k[:, None] * K + o_v[None, :]
                 tl.store(p_copy, tl.trans(b_s))
-    if SEGMENT == 0:
-        tl.store(p_state, tl.trans(b_s))
-    if last < chunks:
-        return
-    if SEGMENT:
-        tl.store(p_state, tl.trans(b_s))
+    tl.store(p_state, tl.trans(b_s))
     for c in range(chunks, tl.cdiv(room, C)):  # chunks of padding alone
         row = c * C + o_t
         nothing = tl.zeros([C, BV], out.dtype.element_ty)
@@ -167,3 +158,30 @@ def kda_walk_kernel(
             tl.debug_barrier()  # several threads may hold one tap
             p_tap = windows + cell * s_window + stream * s_stream + o_k[None, :]
             tl.store(p_tap + o_w * s_tap, taps, mask=o_w < W - 1)
+
+
+@triton.jit
+def kda_norm_kernel(
+    x, gate, o_norm, cu_seqlens, ends, s_gate, eps, S, H,
+    BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Gated RMSNorm of one head of one chunk in place; padding stays as it is."""
+    i_h = tl.program_id(0)
+    slot = tl.program_id(1)
+    o_s = tl.arange(0, BS)
+    firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
+    i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
+    begin = tl.load(cu_seqlens + i_s)
+    start = begin + (slot - (begin // C + i_s)) * C
+    count = (tl.load(ends + i_s) - start).to(tl.int32)
+    if count <= 0:
+        return
+    o_t = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    live = (o_t < count)[:, None]
+    p_x = x + start * (H * K) + i_h * K + o_t[:, None] * (H * K) + o_k[None, :]
+    p_gate = gate + start * s_gate + i_h * K + o_t[:, None] * s_gate + o_k[None, :]
+    logits = tl.load(p_gate, mask=live, other=0.0).to(tl.float32)
+    o = tl.load(p_x, mask=live, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / K + eps)[:, None] * tl.load(o_norm + o_k)[None, :]
+    tl.store(p_x, (o * sigmoid(logits)).to(x.dtype.element_ty), mask=live)

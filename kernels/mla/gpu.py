@@ -18,11 +18,21 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_store_kernel,
     mla_values_kernel,
 )
-from k3vl.kernels.mla.hopper import TILE, HopperShape, hopper_parts, hopper_takes
+from k3vl.kernels.mla.hopper import (
+    HEADS,
+    TILE,
+    HopperShape,
+    hopper_parts,
+    hopper_runs,
+    hopper_takes,
+)
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
+
+_FEW_HEADS = 32
+"""Up to here the rows of a tensor core's product are mostly padding, and bytes are what counts."""
 
 
 class DecodeShape(NamedTuple):
@@ -151,8 +161,7 @@ def mla_decode(
     out = torch.empty(batch, heads, latent_width, dtype=q.dtype, device=q.device)
     if not batch:
         return out
-    half = q.dtype != torch.float32
-    layout = shape or _decode_shape(batch, heads, rows.shape[1] * page, half=half)
+    layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
@@ -296,11 +305,24 @@ def _decode_parts(
     )
 
 
+def _best_shape(
+    q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
+) -> DecodeShape | HopperShape:
+    batch, heads, _ = q.shape
+    longest = rows.shape[1] * page
+    hopper = hopper_runs(q.device) and hopper_takes(q, latents, rows, latent_width, page)
+    if heads > _FEW_HEADS and hopper:
+        # As many parts as fill the device, of four tiles at least: with two, adding costs more.
+        programs = batch * -(-heads // HEADS)
+        return HopperShape(max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE)))))
+    return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
+
+
 def _decode_shape(batch: int, heads: int, longest: int, *, half: bool) -> DecodeShape:
     """The fastest of those that ``bench`` tried on an H200; as many parts as fill the device."""
     if not half:
         block, latents, warps, stages = 16, 16, 4, 1
-    elif heads > 32:
+    elif heads > _FEW_HEADS:
         block, latents, warps, stages = 64, 64, 8, 2
     else:
         block, latents, warps, stages = 16, 32, 4, 3

@@ -1,15 +1,13 @@
-"""MLA decode on compute capability 9.0: which calls the Gluon kernels take, and how they start."""
+"""MLA decode on compute capability 9.0: which calls the Gluon kernel takes, and how it starts."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from k3vl.kernels.mla.hopper_kernels import mla_decode_joint_kernel, mla_decode_sides_kernel
+import triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +20,23 @@ _COPY_ALIGNMENT = 16
 
 
 class HopperShape(NamedTuple):
-    """Which kernel, and parts of a context."""
+    """Parts of a context."""
 
-    kernel: Literal["joint", "sides"]
     splits: int
+
+
+@lru_cache
+def hopper_runs(device: torch.device) -> bool:
+    """Whether a device has what the kernel is made of, and Triton the Gluon it is written in.
+
+    Warp groups got their present form in Triton 3.6; in the interpreter Gluon does not run.
+    """
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)
+        and not triton.knobs.runtime.interpret
+    )
 
 
 def hopper_takes(
@@ -60,10 +71,8 @@ def hopper_parts(
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
     batch, heads, width = q.shape
-    wide = latent_width // (2 if shape.kernel == "sides" else 1)
-    kernel = mla_decode_sides_kernel if shape.kernel == "sides" else mla_decode_joint_kernel
     grid = (-(-heads // HEADS), batch, shape.splits)
-    blocks = [TILE, wide], [TILE, width - latent_width]
+    blocks = [TILE, latent_width // 2], [TILE, width - latent_width]
     args: tuple[Any, ...] = (
         q,
         rows,
@@ -84,10 +93,14 @@ def hopper_parts(
         "BN": TILE,
         "WHOLE": shape.splits == 1,
     }
+    from k3vl.kernels.mla.hopper_kernels import mla_decode_sides_kernel as kernel
+
     if launch is not None:
         launch(kernel, grid, latents, blocks, *args, **constants)
         return
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (TensorDescriptor.from_tensor(latents, block, layout) for block in blocks)
-    warps = 4 if shape.kernel == "sides" else 8
-    kernel[grid](*described, *args, **constants, num_warps=warps)
+    kernel[grid](*described, *args, **constants, num_warps=4)

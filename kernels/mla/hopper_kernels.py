@@ -39,136 +39,15 @@ def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.conste
 
 
 @gluon.jit
-def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
     """Clear rows from ``left`` on: they may hold NaN, and 0 x NaN is NaN."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(WIDTH // 64):
         piece = tile.slice(k * 64, 64, dim=1)
         piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))
     fence_async_shared()
     meet()
-
-
-@gluon.jit
-def mla_decode_joint_kernel(
-    values,
-    shared,
-    q,
-    rows,
-    lengths,
-    out,
-    parts,
-    weights,
-    s_q,
-    s_qh,
-    s_rows,
-    s_page,
-    rows_end,
-    scale,
-    H,
-    SPLITS,
-    R: gl.constexpr,
-    P: gl.constexpr,
-    PAGE: gl.constexpr,
-    BH: gl.constexpr,
-    BN: gl.constexpr,
-    WHOLE: gl.constexpr,
-):
-    """BH heads of one sequence over one part of its context, eight warps on every tile together.
-
-    ``values`` and ``shared`` describe blocks [BN, R] and [BN, P] of the latents; for the rest see
-    ``mla_decode_kernel``. Scores: each group of four warps has half of the tile's latents; values:
-    half of the channels.
-    """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, R // 2, 16])
-    Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    ROW_O: gl.constexpr = gl.SliceLayout(1, O)
-    i_h = gl.program_id(0)
-    i_b = gl.program_id(1).to(gl.int64)
-    i_s = gl.program_id(2)
-    length = gl.load(lengths + i_b).to(gl.int32)
-    share = gl.cdiv(gl.cdiv(length, SPLITS), BN) * BN
-    start = share * i_s
-    end = gl.minimum(start + share, length)
-    tiles = gl.cdiv(gl.maximum(end - start, 0), BN)
-    p_rows = rows + i_b * s_rows
-    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(landed.index(i), count=1)
-    fence_async_shared()
-    meet()
-    m_c = gl.allocate_shared_memory(gl.bfloat16, [2, BN, R], TILE)
-    m_p = gl.allocate_shared_memory(gl.bfloat16, [2, BN, P], TILE)
-    for i in gl.static_range(2):
-        if i < tiles:
-            row = tile_row(p_rows, s_page, start + i * BN, end, rows_end, PAGE)
-            fetch(values, m_c.index(i), landed.index(i), row, 0, BN * R * 2, BN * P * 2)
-            begin_copy(shared, [row, R], landed.index(i), m_p.index(i))
-
-    m_q = gl.allocate_shared_memory(gl.bfloat16, [BH, R], TILE)
-    m_qp = gl.allocate_shared_memory(gl.bfloat16, [BH, P], TILE)
-    o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, Q))
-    exists = (o_h < H)[:, None]
-    o_k = gl.arange(0, 64, gl.SliceLayout(0, Q))
-    p_q = q + i_b * s_q + o_h[:, None] * s_qh + o_k[None, :]
-    for k in gl.static_range(R // 64):
-        m_q.slice(k * 64, 64, dim=1).store(gl.load(p_q + k * 64, mask=exists, other=0.0))
-    m_qp.store(gl.load(p_q + R, mask=exists, other=0.0))
-    m_w = gl.allocate_shared_memory(gl.bfloat16, [BH, BN], TILE)
-    fence_async_shared()
-    meet()
-
-    highest = gl.full([BH], float("-inf"), gl.float32, ROW)
-    sums = gl.zeros([BH, BN], gl.float32, S)  # of columns apart: added up once, at the end
-    zero = gl.zeros([BH, BN], gl.float32, S)
-    mixed = gl.zeros([BH, R], gl.float32, O)
-    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
-    for t in range(tiles):
-        slot = t & 1
-        ahead = tile_row(p_rows, s_page, start + (t + 2) * BN, end, rows_end, PAGE)
-        mbarrier.wait(landed.index(slot), (t >> 1) & 1)
-        b_c = m_c.index(slot)
-        s = warpgroup_mma(m_q, b_c.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(m_qp, m_p.index(slot).permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, [s])
-        left = end - start - t * BN
-        if left < BN:
-            s = gl.where((o_n < left)[None, :], s, float("-inf"))
-            zero_rows(b_c, left, BN, R, 8)
-        higher = gl.maximum(highest, gl.max(s, 1) * scale)
-        p = gl.exp2(s * scale - higher[:, None])
-        kept = gl.exp2(highest - higher)
-        m_w.store(p.to(gl.bfloat16))
-        fence_async_shared()
-        meet()
-        sums = sums * kept[:, None] + p
-        mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
-        product = warpgroup_mma(m_w, b_c, mixed, is_async=True)
-        mixed = warpgroup_mma_wait(0, [product])
-        highest = higher
-        meet()
-        if t + 2 < tiles:
-            fetch(values, b_c, landed.index(slot), ahead, 0, BN * R * 2, BN * P * 2)
-            begin_copy(shared, [ahead, R], landed.index(slot), m_p.index(slot))
-    total = gl.sum(sums, 1)
-    # The highest score adds 1, so the sum is at least that; padding has none and gets zeros.
-    mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]
-    o_h = i_h * BH + gl.arange(0, BH, ROW_O)
-    o_r = gl.arange(0, R, gl.SliceLayout(0, O))
-    exists = (o_h < H)[:, None]
-    if WHOLE:
-        p_out = out + (i_b * H + o_h[:, None]) * R + o_r[None, :]
-        gl.store(p_out, mixed.to(out.dtype.element_ty), mask=exists)
-    elif start < length:
-        at = (i_b * H + o_h) * SPLITS + i_s
-        gl.store(parts + at[:, None] * R + o_r[None, :], mixed, mask=exists)
-        o_w = i_h * BH + gl.arange(0, BH, ROW)
-        p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
-        gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
 
 
 @gluon.jit
@@ -260,7 +139,7 @@ def one_side(
         left = end - at - SIDE * BN
         if left < BN:
             s = gl.where((o_n < left)[None, :], s, float("-inf"))
-            zero_rows(b_own, left, BN, R // 2, 4)
+            zero_rows(b_own, left, BN, R // 2)
         peak = gl.max(s, 1) * scale
         if SIDE == 0:
             higher = gl.maximum(highest, peak)
@@ -304,7 +183,7 @@ def one_side(
         mbarrier.wait(landed.index(LAST), phase)
         left = end - at - (1 - SIDE) * BN
         if left < BN:
-            zero_rows(b_other, left, BN, R // 2, 4)
+            zero_rows(b_other, left, BN, R // 2)
         product = warpgroup_mma(m_p.index(other), b_other, mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, [product])
         meet()
@@ -359,7 +238,8 @@ def mla_decode_sides_kernel(
 ):
     """BH heads of one sequence over one part of its context, two tiles at a time: ``one_side``.
 
-    ``values`` describes blocks [BN, R / 2]. After FlashMLA's schedule for Hopper.
+    ``values`` and ``shared`` describe blocks [BN, R / 2] and [BN, P] of the latents; for the rest
+    see ``mla_decode_kernel``. After FlashMLA's schedule for Hopper.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -1,8 +1,10 @@
-"""The Gluon kernels of MLA decode, on a CPU: all that is asynchronous comes as late as it may."""
+"""The Gluon kernel of MLA decode, on a CPU: all that is asynchronous comes as late as it may."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,11 +12,11 @@ import torch
 from k3vl.kernels.mla.reference import mla_decode_reference
 
 HEADS, LATENT, SHARED, PAGE = 70, 512, 64, 64
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3])
-@pytest.mark.parametrize("kernel", ["joint", "sides"])
-def test_kernel_is_its_reference(kernel: str, splits: int) -> None:
+def test_kernel_is_its_reference(splits: int) -> None:
     """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
@@ -44,7 +46,7 @@ def test_kernel_is_its_reference(kernel: str, splits: int) -> None:
         launch(kernel, grid, *described, *args, **constants)
 
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
-    shape = HopperShape(kernel, splits)
+    shape = HopperShape(splits)
     results = out, parts, weights
     hopper_parts(
         q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, launch=on_cpu
@@ -61,7 +63,7 @@ def test_kernel_is_its_reference(kernel: str, splits: int) -> None:
         assert (out[b] - want[b]).norm() <= 4e-3 * want[b].norm(), lengths[b]
 
 
-def test_what_the_kernels_do_not_take() -> None:
+def test_what_the_kernel_does_not_take() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import hopper_takes
 
@@ -72,3 +74,67 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not hopper_takes(q, latents[:, 4:].contiguous(), rows, 512, 48), "a tile over two pages"
     assert not hopper_takes(q.float(), latents[:, :576].contiguous().float(), rows, 512, 64)
     assert not hopper_takes(q, latents[:, :576].contiguous(), rows.int(), 512, 64)
+
+
+def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts by the table's width; the Triton kernel for all that the other is not for."""
+    pytest.importorskip("triton")
+    from k3vl.kernels.mla import gpu
+    from k3vl.kernels.mla.hopper import HopperShape
+
+    def chosen(
+        batch: int, context: int, *, heads: int = 96, page: int = 64, dtype: torch.dtype = BF16
+    ) -> tuple[int, ...]:
+        q = torch.zeros(batch, heads, 576, dtype=dtype)
+        latents, table = q[:, 0], torch.zeros(batch, context // page, dtype=torch.int64)
+        return gpu._best_shape(q, latents, table, 512, page)
+
+    assert isinstance(chosen(1, 8192), gpu.DecodeShape), "no device"
+    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
+    assert chosen(1, 64) == HopperShape(1)
+    assert chosen(1, 8192) == HopperShape(32)
+    assert chosen(1, 32768) == HopperShape(66)
+    assert chosen(32, 8192) == HopperShape(2)
+    assert chosen(128, 8192) == HopperShape(1)
+    for shape in (
+        chosen(1, 8192, heads=12),
+        chosen(1, 8160, page=48),
+        chosen(1, 8192, dtype=torch.float32),
+    ):
+        assert isinstance(shape, gpu.DecodeShape)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "runs"),
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.10.1+git", True),
+        ((9, 0), "3.5.1", False),
+        ((10, 0), "3.6.0", False),
+        ((8, 0), "3.6.0", False),
+    ],
+)
+def test_where_the_kernel_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, *, runs: bool
+) -> None:
+    pytest.importorskip("triton")
+    from k3vl.kernels.mla import hopper
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(hopper.triton, "__version__", version)
+    ask = hopper.hopper_runs.__wrapped__
+    assert ask(torch.device("cuda", 0)) is runs
+    assert not ask(torch.device("cpu"))
+    monkeypatch.setattr(hopper.triton.knobs.runtime, "interpret", True)
+    assert not ask(torch.device("cuda", 0)), "Gluon has no interpreter"
+
+
+def test_decode_needs_no_gluon() -> None:
+    """A Triton without it, or with another of it, still has the Triton kernel."""
+    pytest.importorskip("triton")
+    code = (
+        "import sys; sys.modules['triton.experimental.gluon'] = None\n"
+        "import k3vl.kernels.mla.gpu as gpu\n"
+        "assert 'k3vl.kernels.mla.hopper_kernels' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

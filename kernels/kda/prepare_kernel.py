@@ -1,16 +1,15 @@
-"""The parallel half of KDA prefill with its rows apart: fewer instructions for the same maths.
+"""The parallel half of KDA prefill: all chunks of all sequences at once; maths in the README.
 
 A chunk of C rows is C / R groups of R rows. Row s of every group is a tensor of its own, [C/R, K],
 so that rows are a Python tuple: the convolution takes a neighbour's registers instead of loading
 and widening every row W times, and running sums along the rows are plain additions.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 
 import triton
 import triton.language as tl
 
-from k3vl.kernels.kda.chunk_kernels import _invert
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
@@ -86,8 +85,24 @@ def _convolve_rows(
     return out
 
 
-@triton.jit(do_not_specialize=["lowest_slot"])
-def kda_prepare_rows_kernel(
+@triton.jit
+def _invert(mix, o_i, o_j, LEVELS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + mix)^-1 of a strictly lower triangle, by doubling: two inverted blocks make one.
+
+    No entry of the inverse, nor of the products on the way, exceeds 1: keys have unit length, and
+    beta and decay are below 1. So 16-bit floats with 11 bits of mantissa hold them well.
+    """
+    inverse = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i >> 1 == o_j >> 1, mix, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        below = (o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level > o_j >> level)
+        step = tl.where(below, mix, 0.0).to(DTYPE)
+        step = tl.dot(step, inverse.to(DTYPE), input_precision=PRECISION)
+        inverse -= tl.dot(inverse.to(DTYPE), step.to(DTYPE), input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def kda_prepare_kernel(
     qkv,
     decay,
     write,
@@ -113,7 +128,6 @@ def kda_prepare_rows_kernel(
     lower_bound,
     S,
     H,
-    lowest_slot,
     BS: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -125,12 +139,14 @@ def kda_prepare_rows_kernel(
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """As ``kda_prepare_kernel``; w and -qg lie behind each other in ``wq`` [2C, K] of every slot.
+    """Everything about one chunk of one head that does not need the state.
 
-    ``conv`` is [W, 3 H K], the taps first. Slots from ``lowest_slot`` on.
+    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K], kl [C, K], u [V, C]
+    and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s + c`` is chunk c of
+    sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first.
     """
     i_h = tl.program_id(0)
-    slot = tl.program_id(1) + lowest_slot
+    slot = tl.program_id(1)
     o_s = tl.arange(0, BS)
     firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
     i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
@@ -168,7 +184,9 @@ def kda_prepare_rows_kernel(
         running += tl.where(live, root * (root * bound), 0.0)
         totals = totals + (running,)  # noqa: RUF005
     whole = tl.sum(running, 0)[None, :, :]
-    # As in ``kda_prepare_kernel``: decays are split around the middle of the chunk's sum.
+    # exp(G_i - G_j) is a product of two factors around half of the chunk's sum: the bounded gate
+    # stays above -5, so neither factor leaves exp(+-80) in 32 tokens. What else is needed (from
+    # the start, to the end) is such a factor times a vector.
     from_middle = tl.cumsum(running, 0) - running - whole * 0.5
     to_middle = tl.exp2(whole * 0.5)
     tl.store(gamma + block * K + o_k, tl.exp2(whole))
@@ -216,30 +234,3 @@ def kda_prepare_rows_kernel(
                             FAST)  # fmt: skip
     b_u = tl.dot(solve, _whole(values, C, K, DTYPE), input_precision=PRECISION)
     tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
-
-
-@triton.jit(do_not_specialize=["lowest_slot"])
-def kda_norm_slots_kernel(
-    x, gate, o_norm, cu_seqlens, ends, s_gate, eps, S, H, lowest_slot,
-    BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Gated RMSNorm of one head of one chunk in place; padding stays as it is."""
-    i_h = tl.program_id(0)
-    slot = tl.program_id(1) + lowest_slot
-    o_s = tl.arange(0, BS)
-    firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
-    i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
-    begin = tl.load(cu_seqlens + i_s)
-    start = begin + (slot - (begin // C + i_s)) * C
-    count = (tl.load(ends + i_s) - start).to(tl.int32)
-    if count <= 0:
-        return
-    o_t = tl.arange(0, C)
-    o_k = tl.arange(0, K)
-    live = (o_t < count)[:, None]
-    p_x = x + start * (H * K) + i_h * K + o_t[:, None] * (H * K) + o_k[None, :]
-    p_gate = gate + start * s_gate + i_h * K + o_t[:, None] * s_gate + o_k[None, :]
-    logits = tl.load(p_gate, mask=live, other=0.0).to(tl.float32)
-    o = tl.load(p_x, mask=live, other=0.0).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / K + eps)[:, None] * tl.load(o_norm + o_k)[None, :]
-    tl.store(p_x, (o * sigmoid(logits)).to(x.dtype.element_ty), mask=live)
