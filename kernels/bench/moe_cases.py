@@ -22,6 +22,7 @@ from k3vl.kernels.moe.gpu import (
 )
 from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+from k3vl.kernels.moe.separate import DOWN, GATE_UP, Block, separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -76,11 +77,38 @@ def moe_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
+            variants={
+                f"16 and 32 pairs cut {name}": partial(moe_experts_mxfp4_gpu, *given, products=cut)
+                for name, cut in _ONE_WAVE.items()
+                if tokens <= 128
+            },
+            compared=True,
             peers={
                 **_peers(tokens, chosen),
                 **sglang_moe.experts_peers(x, weights, chosen, marlin, _SITU, norm, 1e-5),
             },
         )
+
+
+def _narrow(into: Block, back: Block) -> Callable[..., torch.Tensor]:
+    return partial(
+        separate_products,
+        gate_up={**GATE_UP, 16: into, 32: into},
+        down={**DOWN, 16: back, 32: back},
+    )
+
+
+_ONE_WAVE = {
+    "64x16 w4 s3 and 64x16 w4 s4": _narrow(
+        Block(features=64, step=16, warps=4, stages=3),
+        Block(features=64, step=16, warps=4, stages=4),
+    ),
+    "64x32 w4 s2 r80 and 64x32 w4 s2 r72": _narrow(
+        Block(features=64, step=32, warps=4, stages=2, registers=80),
+        Block(features=64, step=32, warps=4, stages=2, registers=72),
+    ),
+}
+"""All blocks of a single token on the device at once: features x words, warps, stages, registers."""
 
 
 def _want(

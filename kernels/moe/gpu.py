@@ -27,9 +27,16 @@ from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
     from k3vl.kernels.moe.experts import FloatExperts
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
+
+    Products: TypeAlias = Callable[
+        [torch.Tensor, ExpertPlan, Mxfp4Experts, GatedActivation, int], torch.Tensor
+    ]
 
 FEW_PAIRS = 4096
 """Up to here one launch plans everything; beyond, sorting costs nothing beside the products."""
@@ -122,12 +129,13 @@ def moe_experts_mxfp4_gpu(
     activation: GatedActivation,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    products: Products | None = None,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
     ``x`` is bfloat16 (any floating dtype in the interpreter). What a token gets does not depend on
     what the others are, only on how many there are and share its experts: that decides about widths
-    of tiles and order of sums (float32).
+    of tiles and order of sums (float32). ``products`` None: by the number of pairs an expert.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
@@ -135,9 +143,10 @@ def moe_experts_mxfp4_gpu(
     if not tokens:
         return out
     plan = plan_gpu(experts, stored.count)
-    pairs = experts.numel()
-    joined = pairs >= JOINED_PAIRS * stored.count and can_join(stored, pairs)
-    products = joined_products if joined else separate_products
+    if products is None:
+        pairs = experts.numel()
+        joined = pairs >= JOINED_PAIRS * stored.count and can_join(stored, pairs)
+        products = joined_products if joined else separate_products
     _combine(products(x, plan, stored, activation, top_k), weights, norm, eps, out)
     return out
 

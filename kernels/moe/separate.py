@@ -17,6 +17,8 @@ from k3vl.kernels.moe.plan import FULL
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.moe.plan import ExpertPlan
     from k3vl.kernels.situ import GatedActivation
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How a grouped product is cut: features, words of a step, warps, pipeline stages."""
+    """How a grouped product is cut: features, words of a step, warps, pipeline stages.
+
+    ``registers``: at most so many a thread, for more blocks at a time; None for no limit.
+    """
 
     features: int
     step: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 GATE_UP = {
@@ -55,6 +61,8 @@ def separate_products(
     stored: Mxfp4Experts,
     activation: GatedActivation,
     top_k: int,
+    gate_up: Mapping[int, Block] = GATE_UP,
+    down: Mapping[int, Block] = DOWN,
 ) -> torch.Tensor:
     """Every pair's output by itself.
 
@@ -64,6 +72,7 @@ def separate_products(
         stored: the experts.
         activation: theirs.
         top_k: experts a token.
+        gate_up, down: how the products are cut, by tile width.
 
     Returns:
         [N k, L] by pair, in the dtype of ``x``.
@@ -75,14 +84,14 @@ def separate_products(
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
-        grid, shape = _packed_shape(GATE_UP[width], width, inner, latent)
+        grid, shape = _packed_shape(gate_up[width], width, inner, latent)
         gate_up_mxfp4_kernel[(grid, tiles.expert.numel())](
             split, stored.w13, stored.w13_scale, *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
             PACKED=packed, **shape,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
-        grid, shape = _packed_shape(DOWN[width], width, latent, inner)
+        grid, shape = _packed_shape(down[width], width, latent, inner)
         down_mxfp4_kernel[(grid, tiles.expert.numel())](
             hidden, stored.w2, stored.w2_scale, *plan.lists(width), outputs,
             INNER=inner, WIDTH=latent, PACKED=packed, **shape,
@@ -92,7 +101,7 @@ def separate_products(
 
 def _packed_shape(
     block: Block, width: int, features: int, columns: int
-) -> tuple[int, dict[str, int | bool]]:
+) -> tuple[int, dict[str, int | bool | None]]:
     """Blocks of features, and the launch constants of a product over packed weights."""
     whole = features % block.features == 0 and columns // 8 % block.step == 0
     return triton.cdiv(features, block.features), {
@@ -103,4 +112,5 @@ def _packed_shape(
         "WHOLE": whole,
         "num_warps": block.warps,
         "num_stages": block.stages,
+        "maxnreg": block.registers,
     }
