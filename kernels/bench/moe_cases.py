@@ -78,7 +78,7 @@ def moe_cases() -> Iterator[Case]:
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
             variants={
-                f"16 and 32 pairs cut {name}": partial(moe_experts_mxfp4_gpu, *given, products=cut)
+                f"narrow tiles, {name}": partial(moe_experts_mxfp4_gpu, *given, products=cut)
                 for name, cut in _ONE_WAVE.items()
                 if tokens <= 128
             },
@@ -90,25 +90,16 @@ def moe_cases() -> Iterator[Case]:
         )
 
 
-def _narrow(into: Block, back: Block) -> Callable[..., torch.Tensor]:
-    return partial(
-        separate_products,
-        gate_up={**GATE_UP, 16: into, 32: into},
-        down={**DOWN, 16: back, 32: back},
-    )
-
-
+_BACK = Block(features=64, step=16, warps=4, stages=4)
 _ONE_WAVE = {
-    "64x16 w4 s3 and 64x16 w4 s4": _narrow(
-        Block(features=64, step=16, warps=4, stages=3),
-        Block(features=64, step=16, warps=4, stages=4),
-    ),
-    "64x32 w4 s2 r80 and 64x32 w4 s2 r72": _narrow(
-        Block(features=64, step=32, warps=4, stages=2, registers=80),
-        Block(features=64, step=32, warps=4, stages=2, registers=72),
+    "back 64x16 w4 s4": partial(separate_products, down={**DOWN, 16: _BACK}),
+    "in 64x16 w4 s3, back 64x16 w4 s4": partial(
+        separate_products,
+        gate_up={**GATE_UP, 16: Block(features=64, step=16, warps=4, stages=3)},
+        down={**DOWN, 16: _BACK},
     ),
 }
-"""All blocks of a single token on the device at once: features x words, warps, stages, registers."""
+"""All blocks of a token at once on the device: features x words, warps, stages."""
 
 
 def _want(

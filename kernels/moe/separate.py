@@ -26,16 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How a grouped product is cut: features, words of a step, warps, pipeline stages.
-
-    ``registers``: at most so many a thread, for more blocks at a time; None for no limit.
-    """
+    """How a grouped product is cut: features, words of a step, warps, pipeline stages."""
 
     features: int
     step: int
     warps: int
     stages: int
-    registers: int | None = None
 
 
 GATE_UP = {
@@ -101,7 +97,7 @@ def separate_products(
 
 def _packed_shape(
     block: Block, width: int, features: int, columns: int
-) -> tuple[int, dict[str, int | bool | None]]:
+) -> tuple[int, dict[str, int | bool]]:
     """Blocks of features, and the launch constants of a product over packed weights."""
     whole = features % block.features == 0 and columns // 8 % block.step == 0
     return triton.cdiv(features, block.features), {
@@ -112,5 +108,4 @@ def _packed_shape(
         "WHOLE": whole,
         "num_warps": block.warps,
         "num_stages": block.stages,
-        "maxnreg": block.registers,
     }
