@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 FEW_PAIRS = 4096
 """Up to here one launch plans everything; beyond, sorting costs nothing beside the products."""
 
-
 SORTED_TOKENS = 512
 """Up to here eight warps sort a token's scores; beyond, one warp looks for the best one each time.
 
