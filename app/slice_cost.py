@@ -59,7 +59,7 @@ def pass_work(
     stored = logical_tensors(expected_tensors(config, quantized_experts=packed))
     total = Work(0, 0)
     for name, tensor in stored.items():
-        size = _size(name, tensor, dtype)
+        size = _size(tensor, dtype)
         match part_of(name, config):
             case "embedding":
                 total += Work(tokens * size / config.vocab_size, 0)
@@ -97,14 +97,12 @@ def prefill_work(
 def weight_bytes(config: TextConfig, *, dtype: torch.dtype, packed: bool) -> int:
     """Memory of all weights."""
     stored = logical_tensors(expected_tensors(config, quantized_experts=packed))
-    return sum(_size(name, tensor, dtype) for name, tensor in stored.items())
+    return sum(_size(tensor, dtype) for tensor in stored.values())
 
 
-def _size(name: str, tensor: LogicalTensor, dtype: torch.dtype) -> int:
-    """Bytes in memory; the router is float32 whatever the model's dtype."""
-    if tensor.encoding == "mxfp4":
-        return tensor.nbytes
-    return tensor.numel * (4 if name.endswith("block_sparse_moe.gate.weight") else dtype.itemsize)
+def _size(tensor: LogicalTensor, dtype: torch.dtype) -> int:
+    """Bytes in memory."""
+    return tensor.nbytes if tensor.encoding == "mxfp4" else tensor.numel * dtype.itemsize
 
 
 def _kda_state(config: TextConfig, new: int, dtype: torch.dtype) -> Work:

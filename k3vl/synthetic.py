@@ -234,7 +234,7 @@ def random_model(
     Routed experts are packed where the kernels can run them so.
     """
     form: ExpertForm = "float" if kernels.latent_moe_mxfp4 is None else "mxfp4"
-    model = K3Model(config, kernels, experts=form, dtype=dtype, device=device)
+    model = K3Model(config, kernels, experts=form, router=dtype, dtype=dtype, device=device)
     model = model.eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -25,7 +25,7 @@ from k3vl.kernels.mla import (
     mla_values,
 )
 from k3vl.kernels.mla.layer import ComposedMLA, ComposedMLALayer
-from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import glu
@@ -107,11 +107,13 @@ def composed_kernels(
     mla_store: StoreOp,
     mla_values: ValuesOp,
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    router_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     route: RouteOp,
     moe_experts: ExpertsOp[FloatExperts],
     moe_experts_mxfp4: ExpertsOp[Mxfp4Experts],
     glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor],
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+    moe_layer: type[ComposedLatentMoE[Any]] = ComposedLatentMoE,
 ) -> Kernels:
     """Whole layers from smaller ops, with torch's matrix products between them."""
     gated_mlp = ComposedGatedMLP(glu)
@@ -134,10 +136,15 @@ def composed_kernels(
                 mla_values=mla_values,
             ),
         ),
-        latent_moe=ComposedLatentMoE(route=route, moe_experts=moe_experts, gated_mlp=gated_mlp),
+        latent_moe=moe_layer(
+            router_logits=router_logits, route=route, moe_experts=moe_experts, gated_mlp=gated_mlp
+        ),
         latent_moe_coded=None,
-        latent_moe_mxfp4=ComposedLatentMoE(
-            route=route, moe_experts=moe_experts_mxfp4, gated_mlp=gated_mlp
+        latent_moe_mxfp4=moe_layer(
+            router_logits=router_logits,
+            route=route,
+            moe_experts=moe_experts_mxfp4,
+            gated_mlp=gated_mlp,
         ),
         gated_mlp=gated_mlp,
     )
@@ -156,6 +163,7 @@ def reference_kernels(reason: str) -> Kernels:
         mla_store=mla_store,
         mla_values=mla_values,
         attn_residual=attn_residual,
+        router_logits=router_logits,
         route=route,
         moe_experts=moe_experts,
         moe_experts_mxfp4=moe_experts,
@@ -203,7 +211,13 @@ def triton_kernels(reason: str) -> Kernels:
         mla_store,
         mla_values,
     )
-    from k3vl.kernels.moe.gpu import moe_experts_gpu, moe_experts_mxfp4_gpu, route_gpu
+    from k3vl.kernels.moe.beside import LatentMoEBeside
+    from k3vl.kernels.moe.gpu import (
+        moe_experts_gpu,
+        moe_experts_mxfp4_gpu,
+        route_gpu,
+        router_logits_gpu,
+    )
     from k3vl.kernels.situ.gpu import glu_gpu
 
     language = composed_kernels(
@@ -217,11 +231,13 @@ def triton_kernels(reason: str) -> Kernels:
         mla_store=mla_store,
         mla_values=mla_values,
         attn_residual=attn_residual,
+        router_logits=router_logits_gpu,
         route=route_gpu,
         moe_experts=moe_experts_gpu,
         moe_experts_mxfp4=moe_experts_mxfp4_gpu,
         glu=glu_gpu,
         rms_norm=rms_norm,
+        moe_layer=LatentMoEBeside,
     )
     return replace(language, vision=triton_vision(), recordable=True)
 

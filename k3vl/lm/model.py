@@ -48,6 +48,7 @@ class Layer(nn.Module):
         kernels: Kernels,
         *,
         experts: ExpertForm,
+        router: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -69,7 +70,9 @@ class Layer(nn.Module):
         )
         self.mlp_read = ReadWeights(config, kernels, dtype=dtype, device=device)
         self.mlp: LatentMoE | GatedMLP = (
-            LatentMoE(config, activation, kernels, form=experts, dtype=dtype, device=device)
+            LatentMoE(
+                config, activation, kernels, form=experts, router=router, dtype=dtype, device=device
+            )
             if config.is_moe(index)
             else GatedMLP(
                 config.hidden_size,
@@ -98,6 +101,7 @@ class K3Model(nn.Module):
         kernels: Kernels,
         *,
         experts: ExpertForm = "float",
+        router: torch.dtype = torch.float32,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -107,6 +111,7 @@ class K3Model(nn.Module):
             config: geometry.
             kernels: what runs it.
             experts: form of the routed experts' weights; one that ``kernels`` can run.
+            router: dtype of the routers' weights, float32 or ``dtype``.
             dtype, device: of all other weights.
         """
         super().__init__()
@@ -115,7 +120,7 @@ class K3Model(nn.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            Layer(config, i, kernels, experts=experts, dtype=dtype, device=device)
+            Layer(config, i, kernels, experts=experts, router=router, dtype=dtype, device=device)
             for i in range(config.num_hidden_layers)
         )
         self.final_read = ReadWeights(config, kernels, dtype=dtype, device=device)

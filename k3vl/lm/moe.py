@@ -33,7 +33,7 @@ _E = TypeVar("_E", bound=Experts)
 
 
 class LatentMoE(nn.Module):
-    """One MoE layer. The router is float32 whatever the model's dtype.
+    """One MoE layer. The router's products are summed in float32 whatever the model's dtype.
 
     Attributes:
         experts: the routed ones. Packed ones are buffers, not parameters: nothing can train them.
@@ -46,6 +46,7 @@ class LatentMoE(nn.Module):
         kernels: Kernels,
         *,
         form: ExpertForm = "float",
+        router: torch.dtype = torch.float32,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -53,7 +54,7 @@ class LatentMoE(nn.Module):
         super().__init__()
         d, latent = config.hidden_size, config.expert_hidden_size
         has_latent = config.routed_expert_hidden_size is not None
-        self.router = parameter(config.num_experts, d, device=device)
+        self.router = parameter(config.num_experts, d, dtype=router, device=device)
         self.router_bias = parameter(config.num_experts, device=device)
         self.latent_down = linear(d, latent, dtype, device) if has_latent else None
         self.latent_norm = (

@@ -54,7 +54,8 @@ def load_model(
         WeightError: a tensor is missing, left over, damaged or of the wrong shape.
     """
     form = expert_form(reader, config, kernels)
-    model = K3Model(config, kernels, experts=form, dtype=dtype, device=device)
+    router = router_dtype(reader, dtype)
+    model = K3Model(config, kernels, experts=form, router=router, dtype=dtype, device=device)
     model = model.eval().requires_grad_(False)
     # K3 stores one A_log per channel of a head, of which one per head counts.
     products = [_ResidualQuery(read, path) for read, path in _reads(model)]
@@ -90,6 +91,14 @@ def expert_form(reader: CheckpointReader, config: TextConfig, kernels: Kernels) 
     ]
     return "mxfp4" if len(packed) == 3 * config.num_experts * moe_layers > 0 else "float"
 
+
+def router_dtype(reader: CheckpointReader, dtype: torch.dtype) -> torch.dtype:
+    """The model's dtype where routers are stored in it, float32 else: nothing is rounded."""
+    stored = {spec.dtype for n, spec in reader.specs().items() if n.endswith(ROUTER)}
+    return dtype if stored == {dtype} else torch.float32
+
+
+ROUTER = ".block_sparse_moe.gate.weight"
 
 _MULTIPLIED = ("proj.weight", "lm_head.weight", "w1.weight", "w2.weight", "w3.weight")
 """How the names of matrices end that nothing but a product reads, ``kv_b_proj`` apart."""

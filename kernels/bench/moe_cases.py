@@ -6,25 +6,23 @@ And the whole layer around them: router, latent projections, shared experts.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.gpu import (
-    moe_experts_joined_gpu,
     moe_experts_mxfp4_gpu,
     plan_gpu,
     route_gpu,
 )
-from k3vl.kernels.moe.joined import JOINED, Joined, JoinedShapes
-from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
+from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+from k3vl.kernels.moe.separate import DOWN, GATE_UP, Block, separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -80,8 +78,9 @@ def moe_cases() -> Iterator[Case]:
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
             variants={
-                f"joined, {name}": partial(moe_experts_joined_gpu, *given, shapes)
-                for name, shapes in _joined_shapes(tokens).items()
+                f"narrow tiles, {name}": partial(moe_experts_mxfp4_gpu, *given, products=cut)
+                for name, cut in _ONE_WAVE.items()
+                if tokens <= 128
             },
             compared=True,
             peers={
@@ -91,47 +90,16 @@ def moe_cases() -> Iterator[Case]:
         )
 
 
-def _joined_shapes(tokens: int) -> dict[str, JoinedShapes]:
-    """Blocks of rows x columns, warps, stages; the way in before the way back."""
-    wide = tokens > _TOKENS_OF_WIDE_TILES
-    tried = _WIDE if wide else _NARROW
-    return {
-        " and ".join(
-            f"{s.rows}x{128 * s.parts} w{s.warps} s{s.stages}" for s in (into, back)
-        ): JoinedShapes(
-            gate_up={**JOINED.gate_up, **dict.fromkeys((128, 160) if wide else (16, 32), into)},
-            down={**JOINED.down, **dict.fromkeys((128, 160) if wide else (16, 32), back)},
-        )
-        for into, back in tried
-    }
-
-
-_TOKENS_OF_WIDE_TILES = 2048
-"""Beyond, most pairs lie in tiles of 128 and more; up to 512, in tiles of 16 and 32."""
-
-
-def _shape(rows: int, warps: int, stages: int, parts: int = 1) -> Joined:
-    return Joined(rows=rows, warps=warps, stages=stages, parts=parts)
-
-
-_NARROW = (
-    (_shape(128, 4, 4), _shape(128, 4, 4)),
-    (_shape(64, 4, 4), _shape(64, 4, 4)),
-    (_shape(64, 4, 6), _shape(64, 4, 6)),
-    (_shape(64, 4, 3, 2), _shape(64, 4, 3, 2)),
-    (_shape(64, 4, 4, 2), _shape(64, 4, 4, 2)),
-    (_shape(128, 4, 3, 2), _shape(128, 4, 3, 2)),
-    (_shape(64, 4, 2, 4), _shape(64, 4, 2, 4)),
-    (_shape(128, 4, 3, 2), _shape(64, 4, 4)),
-)
-_WIDE = (
-    (_shape(256, 8, 3), _shape(256, 8, 3)),
-    (_shape(128, 4, 2), _shape(128, 4, 2)),
-    (_shape(128, 4, 2), _shape(256, 8, 3)),
-    (_shape(256, 8, 3), _shape(128, 8, 3)),
-    (_shape(128, 8, 3), _shape(128, 8, 3)),
-    (_shape(256, 8, 2), _shape(256, 8, 2)),
-)
+_BACK = Block(features=64, step=16, warps=4, stages=4)
+_ONE_WAVE = {
+    "back 64x16 w4 s4": partial(separate_products, down={**DOWN, 16: _BACK}),
+    "in 64x16 w4 s3, back 64x16 w4 s4": partial(
+        separate_products,
+        gate_up={**GATE_UP, 16: Block(features=64, step=16, warps=4, stages=3)},
+        down={**DOWN, 16: _BACK},
+    ),
+}
+"""All blocks of a token at once on the device: features x words, warps, stages."""
 
 
 def _want(
@@ -175,9 +143,9 @@ def _grouped(tokens: int, chosen: torch.Tensor) -> Work:
 
 
 def layer_cases() -> Iterator[Case]:
-    """Router to sum, and whether the shared experts had better run beside the routed ones."""
+    """Router to sum, shared experts included."""
     weights = MoEWeights(
-        router=(normal(_E, _D) / _D**0.5).float(),  # a checkpoint's router is bfloat16
+        router=normal(_E, _D) / _D**0.5,
         router_bias=normal(_E, dtype=torch.float32) * 0.01,
         down=normal(_L, _D) / _D**0.5,
         experts=_random_experts(),
@@ -193,10 +161,9 @@ def layer_cases() -> Iterator[Case]:
     )
     ours = triton_kernels("measured").latent_moe_mxfp4
     plain = reference_kernels("compared with").latent_moe_mxfp4
-    assert isinstance(ours, ComposedLatentMoE)
+    assert ours is not None
     assert plain is not None
-    joined = replace(ours, moe_experts=moe_experts_joined_gpu)
-    always = _E * _D * 4 + (2 * _D * _L + 3 * _D * _S) * 2
+    always = (_E * _D + 2 * _D * _L + 3 * _D * _S) * 2
     for tokens in (1, 8, 32, 128, 2048, 8192):
         x = normal(tokens, _D)
         touched = _E * (1 - (1 - _K / _E) ** tokens)
@@ -208,54 +175,7 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
-            variants={
-                "shared experts on a second stream": partial(_beside, ours, x, weights),
-                "joined products": partial(joined, x, weights),
-                "joined products, shared experts on a second stream": partial(
-                    _beside, joined, x, weights
-                ),
-                "joined products, router in bfloat16": partial(
-                    _small_router, joined, x, weights, weights.router.bfloat16()
-                ),
-            },
         )
-
-
-def _beside(
-    layer: ComposedLatentMoE[Mxfp4Experts], x: torch.Tensor, weights: MoEWeights[Mxfp4Experts]
-) -> torch.Tensor:
-    """The layer with its shared experts on a second stream."""
-    w, here, beside = weights, torch.cuda.current_stream(), _second_stream()
-    beside.wait_stream(here)
-    with torch.cuda.stream(beside):
-        shared = layer.gated_mlp(x, w.shared)
-    routed = layer.routed(x, w)
-    here.wait_stream(beside)
-    return routed + shared
-
-
-def _small_router(
-    layer: ComposedLatentMoE[Mxfp4Experts],
-    x: torch.Tensor,
-    weights: MoEWeights[Mxfp4Experts],
-    router: torch.Tensor,
-) -> torch.Tensor:
-    """The layer with logits from a product of bfloat16 that is summed and kept in float32."""
-    w = weights
-    logits = torch.mm(x, router.mT, out_dtype=torch.float32)
-    chosen, experts = route_gpu(
-        logits, w.router_bias, w.top_k, renormalise=w.renormalise, scale=w.scale
-    )
-    assert w.down is not None
-    assert w.up is not None
-    latent = F.linear(x, plain(w.down))
-    total = layer.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
-    return F.linear(total, plain(w.up)) + layer.gated_mlp(x, w.shared)
-
-
-@cache
-def _second_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
 
 
 def _widened(weights: MoEWeights[Mxfp4Experts]) -> MoEWeights[Mxfp4Experts]:
@@ -290,9 +210,6 @@ def route_cases() -> Iterator[Case]:
             limit=1e-5,
             bytes=tokens * (_E * 4 + _K * 12),
             flops=tokens * _E * 20,
-            variants={
-                f"sorted by {warps} warps": partial(ours, sort_warps=warps) for warps in (1, 4, 8)
-            },
             peers={"PyTorch": plain, **sglang_moe.route_peers(logits, bias, _K, _sorted)},
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch.nn import functional as F
+
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe.reference import moe_experts_reference, route_reference
 from k3vl.kernels.rms_norm import rms_norm
@@ -13,6 +15,19 @@ if TYPE_CHECKING:
 
     from k3vl.kernels.moe.experts import Experts
     from k3vl.kernels.situ import GatedActivation
+
+
+def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """What experts are chosen by, before the sigmoid; multiplied and summed in float32.
+
+    Args:
+        x: [N, D].
+        router: [E, D], as it is kept.
+
+    Returns:
+        [N, E] float32.
+    """
+    return F.linear(x.float(), router.float())
 
 
 def route(

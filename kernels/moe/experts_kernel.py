@@ -312,9 +312,13 @@ def route_kernel(
 @triton.jit
 def route_sorted_kernel(
     logits, bias, weights, experts, scale,
-    E: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``route_kernel`` by a sorting network, for K a power of two: many threads, few steps."""
+    """``route_kernel`` by a sorting network: many threads, few steps.
+
+    KP, a power of two, is 2 at least: Triton 3.6's ``topk`` does not compile for one.
+    """
     n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
@@ -323,13 +327,15 @@ def route_sorted_kernel(
     bits = biased.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the numbers
     key = (bits.to(tl.int64) << 32) | (BLOCK - 1 - o_e).to(tl.int64)
-    chosen = BLOCK - 1 - (tl.topk(key, K) & (BLOCK - 1))
-    weight = 1 / (1 + tl.exp(-tl.load(logits + n * E + chosen)))
+    chosen = BLOCK - 1 - (tl.topk(key, KP) & (BLOCK - 1))
+    o_k = tl.arange(0, KP)
+    wanted = o_k < K
+    weight = 1 / (1 + tl.exp(-tl.load(logits + n * E + chosen, wanted, 0)))
+    weight = tl.where(wanted, weight, 0)
     if RENORMALISE:
         weight = weight / (tl.sum(weight) + 1e-20)
-    o_k = tl.arange(0, K)
-    tl.store(weights + n * K + o_k, weight * scale)
-    tl.store(experts + n * K + o_k, chosen)
+    tl.store(weights + n * K + o_k, weight * scale, wanted)
+    tl.store(experts + n * K + o_k, chosen, wanted)
 
 
 @triton.jit

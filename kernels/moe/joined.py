@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-    from k3vl.kernels.moe.plan import ExpertPlan, Tiles
+    from k3vl.kernels.moe.plan import ExpertPlan
     from k3vl.kernels.situ import GatedActivation
 
 _STEP_COLUMNS = 128
@@ -40,30 +40,15 @@ class Joined:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JoinedShapes:
-    """By tile width, for the way in and the way back."""
-
-    gate_up: Mapping[int, Joined]
-    down: Mapping[int, Joined]
-
-
-JOINED = JoinedShapes(
-    gate_up={
-        16: Joined(rows=128, warps=4, stages=4),
-        32: Joined(rows=128, warps=4, stages=4),
-        64: Joined(rows=128, warps=4, stages=3),
-        128: Joined(rows=256, warps=8, stages=3),
-        160: Joined(rows=256, warps=8, stages=3),
-    },
-    down={
-        16: Joined(rows=128, warps=4, stages=4),
-        32: Joined(rows=128, warps=4, stages=4),
-        64: Joined(rows=128, warps=4, stages=3),
-        128: Joined(rows=256, warps=8, stages=3),
-        160: Joined(rows=256, warps=8, stages=3),
-    },
-)
+_WIDE = Joined(rows=128, warps=8, stages=3)
+SHAPES = {
+    16: Joined(rows=128, warps=4, stages=3, parts=2),
+    32: Joined(rows=128, warps=4, stages=3, parts=2),
+    64: Joined(rows=128, warps=4, stages=3),
+    128: _WIDE,
+    160: _WIDE,
+}
+"""By tile width, for the way in and the way back."""
 
 
 def can_join(stored: Mxfp4Experts, pairs: int) -> bool:
@@ -79,7 +64,7 @@ def joined_products(
     stored: Mxfp4Experts,
     activation: GatedActivation,
     top_k: int,
-    shapes: JoinedShapes = JOINED,
+    shapes: Mapping[int, Joined] = SHAPES,
 ) -> torch.Tensor:
     """Every pair's output by itself.
 
@@ -89,7 +74,7 @@ def joined_products(
         stored: the experts; see :func:`can_join`.
         activation: theirs.
         top_k: experts a token.
-        shapes: how the products are cut.
+        shapes: how the products are cut, by tile width.
 
     Returns:
         [N k, L] by pair, in the dtype of ``x``.
@@ -106,16 +91,16 @@ def joined_products(
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
-        rows, constants = _constants(shapes.gate_up[width], width, 2 * inner, latent)
+        rows, constants = _constants(shapes[width], width, 2 * inner, latent)
         gate_up_joined_kernel[(2 * inner // rows, tiles.expert.numel())](
-            split, stored.w13, _words(stored.w13_scale), *_lists(plan, tiles), hidden, top_k,
+            split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
             BM=rows // 2, PACKED=packed, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
-        rows, constants = _constants(shapes.down[width], width, latent, inner)
+        rows, constants = _constants(shapes[width], width, latent, inner)
         down_joined_kernel[(latent // rows, tiles.expert.numel())](
-            hidden, stored.w2, _words(stored.w2_scale), *_lists(plan, tiles), outputs,
+            hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
             INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, **constants,
         )  # fmt: skip
     return outputs
@@ -124,11 +109,6 @@ def joined_products(
 def _words(scale: torch.Tensor) -> torch.Tensor:
     """Four scale bytes, of 128 columns, as a word."""
     return scale.view(torch.int32)
-
-
-def _lists(plan: ExpertPlan, tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    """What a product reads of the plan."""
-    return plan.order, tiles.expert, tiles.first, tiles.end, tiles.count
 
 
 def _constants(

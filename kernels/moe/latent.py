@@ -17,6 +17,8 @@ from k3vl.kernels.moe.experts import Experts
 from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from k3vl.kernels.gated_mlp import GatedMLPOp
@@ -36,7 +38,8 @@ class MoEWeights(Generic[E_co]):
     In the model's dtype, but for the router and the routed experts.
 
     Attributes:
-        router: [E, D] and router_bias: [E], float32 whatever the model's dtype.
+        router: [E, D], float32, or the model's dtype where a checkpoint stores no more.
+        router_bias: [E] float32.
         down: [L, D] and up: [D, L], to and from the latent; None where L is D.
         experts: the routed ones, in the form that the op takes.
         norm: [L], of the experts' sum; None for no norm.
@@ -116,6 +119,7 @@ class ExpertsOp(Protocol[E_contra]):
 class ComposedLatentMoE(Generic[E]):
     """The layer as a sequence of ops."""
 
+    router_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     route: RouteOp
     moe_experts: ExpertsOp[E]
     gated_mlp: GatedMLPOp
@@ -130,7 +134,7 @@ class ComposedLatentMoE(Generic[E]):
         """The layer without its shared experts, [N, D] -> [N, D]."""
         w = weights
         chosen, experts = self.route(
-            F.linear(x.float(), w.router),
+            self.router_logits(x, w.router),
             w.router_bias,
             w.top_k,
             renormalise=w.renormalise,

@@ -47,6 +47,11 @@ class ExpertPlan:
     order: torch.Tensor
     tiles: dict[int, Tiles]
 
+    def lists(self, width: int) -> tuple[torch.Tensor, ...]:
+        """What a grouped product reads for its tiles of a width."""
+        tiles = self.tiles[width]
+        return self.order, tiles.expert, tiles.first, tiles.end, tiles.count
+
 
 def most_tiles(pairs: int, experts: int) -> dict[int, int]:
     """How many tiles of a width there can be; widths without any are missing."""

@@ -5,21 +5,24 @@ Triton decides between compiler and interpreter when it is imported. Usage: moe_
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.gpu import (
+    SORTED_TOKENS,
     moe_experts_gpu,
-    moe_experts_joined_gpu,
     moe_experts_mxfp4_gpu,
     plan_gpu,
     route_gpu,
+    router_logits_gpu,
 )
-from k3vl.kernels.moe.joined import JOINED, JoinedShapes, can_join
+from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
+from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 
@@ -29,10 +32,9 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat1
 LIMIT = 8e-3 if ON_GPU else 5e-5  # the reference has its activation in float32, too
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
-OTHER = JoinedShapes(  # longer steps; blocks with more threads than rows
-    gate_up={width: replace(shape, rows=64, parts=2) for width, shape in JOINED.gate_up.items()},
-    down={width: replace(shape, rows=64, warps=4) for width, shape in JOINED.down.items()},
-)
+OTHER = {  # longer steps and short ones; blocks with more threads than rows
+    width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
+}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -58,10 +60,6 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
     got = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0)
     want = route(logits, bias, top_k, renormalise=True, scale=2.0)
     assert torch.equal(got[1].sort(1).values, want[1].sort(1).values), "route: other experts"
-    if top_k & (top_k - 1) == 0:
-        again = route_gpu(logits, bias, top_k, renormalise=True, scale=2.0, sort_warps=4)
-        assert torch.equal(again[1], got[1]), "route: sorted otherwise"
-        torch.testing.assert_close(again[0], got[0], rtol=1e-5, atol=1e-6)
     by_expert = [w.gather(1, e.argsort(1)) for w, e in (got, want)]
     torch.testing.assert_close(*by_expert, rtol=1e-5, atol=1e-6)
     return got
@@ -102,9 +100,15 @@ def check_experts(
     wide = x.double()
     want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
     close(f"mxfp4 {what}", got, want)
-    for shapes in (JOINED, OTHER) if can_join(packed, chosen.numel()) else (JOINED,):
-        given = (x, weights, chosen, packed, activation, norm, 1e-5, shapes)
-        close(f"joined {what}", moe_experts_joined_gpu(*given), want)
+    plan = plan_gpu(chosen, experts)
+    products = {"separate": separate_products}
+    if can_join(packed, chosen.numel()):
+        products["joined"] = joined_products
+        products["joined, cut otherwise"] = partial(joined_products, shapes=OTHER)
+    pairs = (wide.repeat_interleave(top_k, 0), torch.ones_like(weights), chosen)
+    want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
+    for name, run in products.items():
+        close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
@@ -123,11 +127,27 @@ def check_glu(activation: GatedActivation) -> None:
     assert torch.equal(glu_gpu(x, activation).isnan(), activation(x).isnan()), "glu: NaN is lost"
 
 
+def check_router() -> None:
+    """Both ways to choose, for any number of experts and choices; ties go to the lower index."""
+    few = [(3, *shape) for shape in ((1, 1), (2, 1), (3, 2), (7, 7), (20, 6))]
+    for tokens, experts, top_k in [*few, (SORTED_TOKENS + 1, 20, 6)]:
+        routing(tokens, experts, top_k, hot=False)
+        tied = torch.zeros(tokens, experts, device=DEVICE)
+        chosen = route_gpu(tied, tied[0], top_k, renormalise=False, scale=1.0)[1]
+        assert (chosen == torch.arange(top_k, device=DEVICE)).all(), "route: ties"
+    x, router = (torch.randn(n, 512, device=DEVICE) for n in (40, 24))
+    for narrow in (torch.float32, torch.bfloat16):
+        given = x.to(DTYPE), router.to(narrow)
+        want = router_logits(*(t.double().float() for t in given))
+        torch.testing.assert_close(router_logits_gpu(*given), want, rtol=1e-4, atol=1e-3)
+
+
 seed = 1
 sys.stdout.write(f"seed {seed}\n")
 torch.manual_seed(seed)
 check_glu(SITU)
 check_glu(SiluGLU())
+check_router()
 check_experts(1, (7, 96, 64), 3, False, SITU)
 check_experts(5, (5, 32, 96), 2, False, SiluGLU())
 check_experts(40, (3, 64, 32), 2, True, SITU)

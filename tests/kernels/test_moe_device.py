@@ -15,7 +15,7 @@ from tests.device_only import META, device_only
 pytest.importorskip("triton")
 
 from k3vl.kernels.choice import triton_kernels
-from k3vl.kernels.moe.gpu import FEW_PAIRS
+from k3vl.kernels.moe.gpu import FEW_PAIRS, SORTED_TOKENS
 from k3vl.kernels.situ import SituGLU
 
 K3 = parse_config(slice_config(4)).text
@@ -36,10 +36,11 @@ def test_the_layer_keeps_the_device_fed(tokens: int, form: str) -> None:
     assert out.dtype == torch.bfloat16
     kernels = Counter(launch.kernel for launch in launches)
     few = tokens * K3.num_experts_per_token <= FEW_PAIRS
-    product = "mxfp4" if form == "mxfp4" else "dense"
+    packed = "mxfp4" if tokens <= 32 else "joined"  # one product a step for many tokens
+    product = packed if form == "mxfp4" else "dense"
     widths = {1: 1, 32: 5, 8192: 5}[tokens]
     assert kernels == {
-        "route_kernel": 1,
+        "route_sorted_kernel" if tokens <= SORTED_TOKENS else "route_kernel": 1,
         **({"plan_kernel": 1} if few else {}),
         f"gate_up_{product}_kernel": widths,
         f"down_{product}_kernel": widths,
