@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
@@ -112,3 +114,11 @@ def test_one_that_fails_leaves_what_the_other_says(
     assert reason in record["errors"][error]
     assert rounds(record, "image") == left
     assert "plugin_to_plain" not in record["image"]
+
+
+def test_frames_of_a_clip_differ() -> None:
+    av = pytest.importorskip("av")
+    with av.open(io.BytesIO(sglang_media.clip(3, 112, 56, 5))) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert [frame.shape for frame in frames] == [(56, 112, 3)] * 5
+    assert all(abs(a.astype(float) - b).mean() > 1 for a, b in pairwise(frames))
