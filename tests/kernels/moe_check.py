@@ -147,7 +147,7 @@ def check_router() -> None:
 
 
 def check_beside() -> None:
-    """A token whose shared experts run on a second stream gets what it gets on one; recorded, too."""
+    """A token whose shared experts run on a second stream gets the same; recorded, too."""
     latent, width, inner, experts = 128, 256, 128, 8
 
     def normal(*shape: int) -> torch.Tensor:
