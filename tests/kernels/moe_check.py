@@ -9,7 +9,9 @@ from functools import partial
 
 import torch
 
+from k3vl.kernels.choice import triton_kernels
 from k3vl.kernels.moe import moe_experts, route, router_logits
+from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
@@ -20,9 +22,11 @@ from k3vl.kernels.moe.gpu import (
     router_logits_gpu,
 )
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
+from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import plan_experts
 from k3vl.kernels.moe.separate import separate_products
+from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 
@@ -142,6 +146,32 @@ def check_router() -> None:
         torch.testing.assert_close(router_logits_gpu(*given), want, rtol=1e-4, atol=1e-3)
 
 
+def check_beside() -> None:
+    """A token whose shared experts run on a second stream gets the same; recorded, too."""
+    latent, width, inner, experts = 128, 256, 128, 8
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE).to(DTYPE) / shape[-1] ** 0.5
+
+    weights = MoEWeights(
+        router=normal(experts, width), router_bias=torch.zeros(experts, device=DEVICE),
+        down=normal(latent, width), experts=stored(experts, latent, inner), norm=None,
+        up=normal(width, latent), shared_gate_up=normal(2 * inner, width),
+        shared_down=normal(width, inner), activation=SITU, top_k=4, renormalise=True, scale=1.0,
+        eps=1e-5,
+    )  # fmt: skip
+    layer = triton_kernels("checked").latent_moe_mxfp4
+    assert isinstance(layer, LatentMoEBeside)
+    x, other = normal(1, width), normal(1, width)
+    want = [ComposedLatentMoE.__call__(layer, given, weights) for given in (x, other)]
+    for _ in range(20):
+        assert torch.equal(layer(x, weights), want[0]), "beside: other numbers"
+    again = GraphRunner().make(lambda: layer(x, weights))
+    assert torch.equal(again(), want[0]), "beside: recorded"
+    x.copy_(other)
+    assert torch.equal(again(), want[1]), "beside: replayed"
+
+
 seed = 1
 sys.stdout.write(f"seed {seed}\n")
 torch.manual_seed(seed)
@@ -157,5 +187,6 @@ check_experts(3, (5, 128, 384), 2, False, SITU)
 check_experts(40, (3, 256, 128), 2, True, SiluGLU())
 check_experts(150, (2, 128, 256), 1, True, SITU)
 if ON_GPU:
+    check_beside()
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)
