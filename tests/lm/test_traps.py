@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from k3vl.checkpoint import CheckpointReader
+from k3vl.checkpoint import CheckpointReader, TensorSpec
 from k3vl.config import checkpoint_path, load_config
 from k3vl.kernels.situ import SiluGLU, SituGLU
 from k3vl.lm.batch import Row
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.model import K3Model
 from k3vl.lm.moe import LatentMoE
-from k3vl.lm.weights import load_model
+from k3vl.lm.weights import load_model, router_dtype
 from k3vl.xtml.tokenizer import load_tokenizer
 from tests.test_config import GOLDEN, K3
 from tests.tiny import CPU, REFERENCE, TINY, Runner, fill, tiny_model, tokens
@@ -85,6 +86,20 @@ def test_router_logits_are_not_rounded() -> None:
         x[0, 0] = 1
         layer(x)
     assert sorted(chosen[0][0].tolist()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "kept"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+    ],
+)
+def test_a_router_loses_no_bit(stored: torch.dtype, dtype: torch.dtype, kept: torch.dtype) -> None:
+    name = "language_model.layers.1.block_sparse_moe.gate.weight"
+    reader = SimpleNamespace(specs=lambda: {name: TensorSpec((6, 64), stored)})
+    assert router_dtype(reader, dtype) == kept
 
 
 def test_situ_takes_its_caps_from_the_configuration() -> None:
