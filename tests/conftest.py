@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,11 @@ with contextlib.suppress(ImportError):  # SGLang's environment has none, and nee
         "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("suite")
+
+
+# What a shell starts in the background ignores interrupts, and so would every process that a test
+# starts to interrupt it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
