@@ -46,13 +46,13 @@ def test_redrawings_keep_what_they_promise():
 
 
 def test_some_redrawings_lose_a_part():
-    plain = torch.zeros(200, 4, CELL, CELL)
+    plain = torch.zeros(400, 4, CELL, CELL)
     plain[:, 1, 8:88, 8:88] = plain[:, 3, 8:88, 8:88] = 1
     drawn = redraw(plain, torch.Generator().manual_seed(3), shape_only=True, recolour=False)
     inner = drawn[:, 3, 28:68, 28:68]  # behind no warped edge
     cut = (inner < 0.1).flatten(1).float().mean(1)
     share = (cut > 0.02).float().mean()
-    assert 0.08 < share < HIDDEN_SHARE, share
+    assert HIDDEN_SHARE / 4 < share < HIDDEN_SHARE, share
     assert cut.max() < 0.95
     assert len(set(cut.tolist())) > 20, "each is cut elsewhere"
 
