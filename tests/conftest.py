@@ -21,9 +21,11 @@ with contextlib.suppress(ImportError):  # SGLang's environment has none, and nee
     settings.load_profile("suite")
 
 
-# What a shell starts in the background ignores interrupts, and so would every process that a test
-# starts to interrupt it.
+# What a shell starts in the background ignores interrupts, and behind nohup hang-ups; so would every
+# process that a test starts to interrupt it. A handler, whatever it does, is not inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture
