@@ -21,8 +21,8 @@ with contextlib.suppress(ImportError):  # SGLang's environment has none, and nee
     settings.load_profile("suite")
 
 
-# What a shell starts in the background ignores interrupts, and behind nohup hang-ups; so would every
-# process that a test starts to interrupt it. A handler, whatever it does, is not inherited.
+# What a shell starts in the background ignores interrupts, and behind nohup hang-ups; so would
+# every process that a test starts to interrupt it. A handler, whatever it does, is not inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
