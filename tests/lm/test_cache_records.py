@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from k3vl.load import KEPT_PICTURES
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MIB = 2**20
 
@@ -27,4 +29,5 @@ def test_memory_under_load_stays_within_the_budget() -> None:
     for run in json.loads((BENCHMARKS / "memory_under_load.json").read_text())["results"]:
         assert run["budget_bytes"] - run["unit_bytes"] < run["buffer_bytes"] <= run["budget_bytes"]
         assert run["most_held_bytes"] == run["buffer_bytes"], "the load fills it"
-        assert run["rss_peak_over_bytes"] < run["budget_bytes"] + 32 * MIB, "and work space"
+        beside = KEPT_PICTURES + 24 * MIB  # processed pictures for the next turn, and work space
+        assert run["rss_peak_over_bytes"] < run["budget_bytes"] + beside
