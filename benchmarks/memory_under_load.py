@@ -76,7 +76,8 @@ def load(budget: int, seconds: float, seed: int) -> dict[str, Any]:
             pipe.reply(messages(rng), sampling=SamplingParams(max_tokens=4))
         before = process.memory_info().rss
         config = EngineConfig(cache_bytes=budget, num_threads=1, page_size=REUSE_PAGE)
-        engine = Engine(shared.model, shared.encoding.encoder, config, stop_ids=tuple(shared.stop_ids))
+        encoder, stops = shared.encoding.encoder, tuple(shared.stop_ids)
+        engine = Engine(shared.model, encoder, config, stop_ids=stops)
         engine.cache.buffer.fill_(0)
         curves: dict[str, list[int]] = {name: [] for name in (*KINDS, "rss")}
         requests = refused = cancelled = 0
