@@ -14,6 +14,17 @@ from k3vl.kernels.kda.step_kernel import sigmoid
 
 
 @triton.jit
+def chunk_of(slot, cu_seqlens, ends, S, BS: tl.constexpr, C: tl.constexpr):
+    """Of a slot: its sequence, where that and the chunk begin, and rows that are left, maybe none."""
+    o_s = tl.arange(0, BS)
+    firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
+    i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
+    begin = tl.load(cu_seqlens + i_s)
+    start = begin + (slot - (begin // C + i_s)) * C
+    return i_s, begin, start, (tl.load(ends + i_s) - start).to(tl.int32)
+
+
+@triton.jit
 def _whole(rows, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """R tensors [C/R, 1, K], row s of every group, as one [C, K] in DTYPE.
 
@@ -147,12 +158,7 @@ def kda_prepare_kernel(
     """
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
-    o_s = tl.arange(0, BS)
-    firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
-    i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
-    begin = tl.load(cu_seqlens + i_s)
-    start = begin + (slot - (begin // C + i_s)) * C
-    count = (tl.load(ends + i_s) - start).to(tl.int32)
+    i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
     if count <= 0:
         return
     # Of rows [C/R, 1, K]; the axis between makes room for the R rows of a group.

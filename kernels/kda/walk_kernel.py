@@ -9,6 +9,7 @@ the tensor core a chunk instead of four.
 import triton
 import triton.language as tl
 
+from k3vl.kernels.kda.prepare_kernel import chunk_of
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
@@ -168,12 +169,7 @@ def kda_norm_kernel(
     """Gated RMSNorm of one head of one chunk in place; padding stays as it is."""
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
-    o_s = tl.arange(0, BS)
-    firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
-    i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
-    begin = tl.load(cu_seqlens + i_s)
-    start = begin + (slot - (begin // C + i_s)) * C
-    count = (tl.load(ends + i_s) - start).to(tl.int32)
+    _, _, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
     if count <= 0:
         return
     o_t = tl.arange(0, C)
