@@ -15,7 +15,7 @@ from k3vl.kernels.kda.step_kernel import sigmoid
 
 @triton.jit
 def chunk_of(slot, cu_seqlens, ends, S, BS: tl.constexpr, C: tl.constexpr):
-    """Of a slot: its sequence, where that and the chunk begin, and rows that are left, maybe none."""
+    """Of a slot: its sequence, where that and the chunk begin, and rows left, maybe none."""
     o_s = tl.arange(0, BS)
     firsts = tl.load(cu_seqlens + o_s, mask=o_s < S, other=0) // C + o_s
     i_s = tl.sum(((firsts <= slot) & (o_s < S)).to(tl.int32), 0) - 1
