@@ -148,7 +148,15 @@ def written_anew(results: Path = RESULTS) -> dict[str, tuple[str, str]]:
     sets = (
         ("kernels", "Kernels beside others", KERNELS, kernels, OURS, time_of, " us"),
         ("experts", "Routed experts beside Marlin", EXPERTS, kernels, OURS, span_of, ""),
-        ("slices", "Five layers of K3 beside what SGLang published", SLICE_ROWS, slices, SLICES, span_of, ""),
+        (
+            "slices",
+            "Five layers of K3 beside what SGLang published",
+            SLICE_ROWS,
+            slices,
+            SLICES,
+            span_of,
+            "",
+        ),
     )
     for name, title, rows, lines, ours, written, unit in sets:
         found = [find(lines, row, ours) for row in rows]
