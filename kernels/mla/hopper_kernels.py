@@ -45,7 +45,9 @@ def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
     o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(WIDTH // 64):
         piece = tile.slice(k * 64, 64, dim=1)
-        piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))
+        kept = gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0)
+        meet()
+        piece.store(kept)
     fence_async_shared()
     meet()
 
@@ -153,6 +155,8 @@ def one_side(
             higher = gl.maximum(m_max.index(0).load(ROW), peak)
             p = gl.exp2(s * scale - higher[:, None])
             b_p = p.to(gl.bfloat16)
+            # By now all four warps have read the keys that the probabilities replace.
+            meet()
             m_max.index(1).store(higher)
             m_p.index(own).store(b_p)
             fence_async_shared()

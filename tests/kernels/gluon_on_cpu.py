@@ -3,7 +3,8 @@
 What is asynchronous happens as late as it may, and until then nobody may rely on it: a copy leaves
 NaN in its target until somebody waits for its barrier, and a product reads its operands only when
 it is waited for. Warp groups are threads that meet at barriers alone, and are held up at random.
-What depends on the order of warps inside a group, or on layouts, this cannot show.
+Every access of shared memory has to be ordered by barriers, whatever came first (``ordering.py``).
+What depends on layouts this cannot show.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from typing import Any
 
 import torch
 
+from tests.kernels import ordering
+from tests.kernels.ordering import Cell, Clock, Group, become, group
+
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
 
 _meeting = threading.Condition()
+_failed = threading.Event()
+"""A warp group has ended with an error: nobody waits for it any more."""
 
 
 class Pointer:
@@ -44,27 +50,36 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory, or a part of it."""
+    """Shared memory, or a part of it; order is kept for every index of the whole."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, cells: list[Cell]) -> None:
+        self.tensor, self.cells = tensor, cells
+
+    @property
+    def cell(self) -> Cell:
+        (cell,) = self.cells
+        return cell
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.tensor[int(i)])
+        return Shared(self.tensor[int(i)], [self.cells[int(i)]])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.tensor.narrow(dim, start, length))
+        return Shared(self.tensor.narrow(dim, start, length), self.cells)
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.tensor.permute(order))
+        return Shared(self.tensor.permute(order), self.cells)
 
     def load(self, _layout: Any) -> torch.Tensor:
-        return self.tensor.clone()
+        with _meeting:
+            self.cell.load(group())
+            return self.tensor.clone()
 
     def store(self, value: torch.Tensor) -> None:
         assert value.dtype == self.tensor.dtype
         assert value.shape == self.tensor.shape
-        self.tensor.copy_(value)
+        with _meeting:
+            self.cell.store(group())
+            self.tensor.copy_(value)
 
 
 class Product:
@@ -73,6 +88,10 @@ class Product:
     def __init__(self, a: Any, b: Shared, c: Any, *, add: bool) -> None:
         self.a, self.b, self.c, self.add = a, b, c, add
         self.done: torch.Tensor | None = None
+        with _meeting:
+            for operand in (a, b):
+                if isinstance(operand, Shared):
+                    operand.cell.begin_product(group())
 
     def value(self) -> torch.Tensor:
         if self.done is None:
@@ -101,7 +120,10 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.phase = self.bytes = 0
-        self.copies: list[tuple[Shared, torch.Tensor]] = []
+        self.copies: list[tuple[Shared, torch.Tensor, Clock]] = []
+        # What those knew who have arrived in this phase, and in the last.
+        self.coming: Clock = Clock()
+        self.told: Clock = Clock()
 
     def change(self, *, arrived: int = 0, expected: int = 0) -> None:
         self.missing -= arrived
@@ -110,13 +132,15 @@ class Barrier:
         if not self.missing and not self.bytes:
             self.phase ^= 1
             self.missing = self.count
+            self.told, self.coming = self.coming, Clock()
             _meeting.notify_all()
 
     def passed(self, phase: int) -> bool:
         """Whether the phase is over, now that all copies of this moment have been made."""
-        for target, block in self.copies:
+        for target, block, told in self.copies:
             target.tensor.copy_(block)
-        size = sum(block.nbytes for _, block in self.copies)
+            self.coming |= told
+        size = sum(block.nbytes for _, block, _ in self.copies)
         self.copies = []
         if size:
             self.change(expected=-size)
@@ -204,19 +228,28 @@ class _Language(ModuleType):
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
         if dtype == torch.int64:
             return Barriers(shape[0])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        cells = [Cell(f"{dtype} {shape}, part {i}") for i in range(shape[0])]
+        return Shared(torch.full(shape, float("nan"), dtype=dtype), cells)
 
     @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
         failures: list[BaseException] = []
+        group().meet()
+        known = group().clocks[group().first]
 
-        def work(function: Any, args: tuple[Any, ...]) -> None:
+        def work(number: int, function: Any, args: tuple[Any, ...]) -> None:
+            become(Group(f"group {number}", known))
             try:
                 function(*args)
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 failures.append(error)
+                with _meeting:
+                    _failed.set()
+                    _meeting.notify_all()
 
-        threads = [threading.Thread(target=work, args=group) for group in groups]
+        threads = [
+            threading.Thread(target=work, args=(number, *one)) for number, one in enumerate(groups)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -232,6 +265,7 @@ def _init(barrier: Barrier, count: int) -> None:
 def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
     if pred:
         with _meeting:
+            barrier.coming |= group().tells()
             barrier.change(expected=size)
             barrier.change(arrived=1)
 
@@ -239,13 +273,16 @@ def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
 def _arrive(barrier: Barrier, count: int) -> None:
     time.sleep(random.choice((0, 0, 1e-3)))
     with _meeting:
+        barrier.coming |= group().tells()
         barrier.change(arrived=count)
 
 
 def _wait(barrier: Barrier, phase: Any) -> None:
     time.sleep(random.choice((0, 0, 1e-3)))
     with _meeting:
-        assert _meeting.wait_for(lambda: barrier.passed(int(phase)), PATIENCE), "nobody came"
+        passed = _meeting.wait_for(lambda: barrier.passed(int(phase)) or _failed.is_set(), PATIENCE)
+        assert passed and not _failed.is_set(), "nobody came"  # noqa: PT018
+        group().learn(barrier.told)
 
 
 def _copy(
@@ -255,8 +292,9 @@ def _copy(
         assert target.tensor.shape == source.block
         block = source.read(*(int(x) for x in at))
         with _meeting:
+            told = target.cell.copy(group())
             target.tensor.fill_(float("nan"))
-            barrier.copies.append((target, block))
+            barrier.copies.append((target, block, told))
             _meeting.notify_all()
 
 
@@ -268,7 +306,18 @@ def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool 
 def _finish(outstanding: int, deps: list[Product]) -> Any:
     assert not outstanding, "which of the products are done is not known here"
     values = tuple(product.value() for product in deps)
+    with _meeting:
+        ordering.end_products(group())
     return values[0] if len(values) == 1 else values
+
+
+def _meet() -> None:
+    group().meet()
+
+
+def _fence() -> None:
+    with _meeting:
+        ordering.fence(group())
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
@@ -281,6 +330,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
     for x in range(grid[0]):
         for y in range(grid[1]):
             for z in range(grid[2]):
+                _failed.clear()
+                become(Group("all"))
                 names = {
                     **scope,
                     "gl": _Language((x, y, z)),
@@ -289,8 +340,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                         MBarrierLayout=lambda: None,
                     ),
                     "begin_copy": _copy,
-                    "meet": lambda: None,
-                    "fence_async_shared": lambda: None,
+                    "meet": _meet,
+                    "fence_async_shared": _fence,
                     "warpgroup_mma": _product,
                     "warpgroup_mma_wait": _finish,
                 }  # fmt: skip
