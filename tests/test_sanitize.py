@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import sanitize
-from benchmarks.sanitize import Result, Run, all_kernels, lines_of, read_report
+from benchmarks.sanitize import (
+    EXPLAINED,
+    Result,
+    Run,
+    all_kernels,
+    explained,
+    lines_of,
+    read_report,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,10 +64,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sanitize, "RACES", ())
     monkeypatch.setattr(sanitize, "all_kernels", lambda: {"attn_residual_kernel": "triton"})
 
-    def started(report: str) -> tuple[int, list[dict[str, object]]]:
+    def started(report: str, tool: str = "memcheck") -> tuple[int, list[dict[str, object]]]:
         monkeypatch.setenv("REPORT", report)
         output = tmp_path / "lines.jsonl"
         command = ["sanitize", "--device", "cpu", "--commit", "abc", "--output", str(output)]
+        command += ["--only", tool]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as end:
             sanitize.main()
@@ -106,20 +115,85 @@ def test_a_report_that_breaks_off_is_no_result(start) -> None:
 
 
 def test_whose_errors_they_are() -> None:
-    assert read_report("memcheck", BAD, {"attn_residual_kernel": 1, "other_kernel": 2}) == {
-        "attn_residual_kernel": 2,
-        "other_kernel": 2,
-    }
+    launched = {"attn_residual_kernel": 1, "other_kernel": 2}
+    errors = {"attn_residual_kernel": 2, "other_kernel": 2}
+    assert read_report("memcheck", BAD, launched) == (errors, {})
     race = (
         "========= Error: Race reported between Write access at a_kernel+0x10 in a.py:3\n"
         "=========     and Read access at a_kernel+0x40 in a.py:9 [64 hazards]\n"
         "=========\n"
         "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
     )
-    assert read_report("racecheck", race, {"a_kernel": 1, "b_kernel": 1}) == {
-        "a_kernel": 1,
-        "b_kernel": 0,
-    }
+    errors = {"a_kernel": 1, "b_kernel": 0}
+    assert read_report("racecheck", race, {"a_kernel": 1, "b_kernel": 1}) == (errors, {})
+
+
+def test_races_that_are_none_are_known_by_what_their_lines_say(tmp_path: Path) -> None:
+    source = tmp_path / "kernels" / "mla" / "two.py"
+    source.parent.mkdir(parents=True)
+    (sum_, load), (kernel, _) = list(EXPLAINED)[2], list(EXPLAINED)[5]
+    source.write_text(f"{kernel}\n    {sum_}\n    {load}\n  gl.warp_specialize(\n  x = 3\n")
+
+    def block(*accesses: tuple[str, int], kind: str = "Error") -> str:
+        first, *others = [f"{how} access at k+0x1a in two.py:{line}" for how, line in accesses]
+        lines = [f"{kind}: Race reported between {first}", *(f"    and {x} [9]" for x in others)]
+        return "".join(f"========= {line}\n" for line in lines)
+
+    for same in (
+        block(("Write", 2), ("Read", 3)),
+        block(("Read", 3), ("Write", 2)),
+        block(("Read", 1), ("Write", 1), ("Write", 4)),
+    ):
+        assert explained(same, tmp_path)
+    for other in (
+        block(("Write", 2), ("Write", 2)),
+        block(("Write", 3), ("Read", 2)),
+        block(("Write", 2), ("Read", 5)),
+        block(("Write", 2), ("Read", 33)),
+        block(("Read", 1), ("Write", 1), ("Write", 2)),
+        block(("Write", 2), ("Read", 3)) + "=========     and Read access at elsewhere [9]\n",
+        block(("Write", 2)),
+    ):
+        assert not explained(other, tmp_path)
+    report = "=========\n".join(
+        [
+            block(("Write", 2), ("Read", 3)),
+            block(("Write", 2), ("Read", 5)),
+            "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
+        ]
+    )
+    assert read_report("racecheck", report, {"k": 1}, tmp_path) == ({"k": 1}, {"k": 1})
+    (tmp_path / "two.py").write_text(source.read_text())
+    assert not explained(block(("Write", 2), ("Read", 3)), tmp_path), "which file?"
+
+
+def test_what_is_explained_is_in_the_source() -> None:
+    source = sanitize.ROOT / "kernels" / "mla" / "hopper_kernels.py"
+    lines = [line.strip() for line in source.read_text(encoding="utf-8").splitlines()]
+    for pair in EXPLAINED:
+        for text in pair:
+            assert lines.count(text) == 1, text
+
+
+def test_explained_reports_are_counted_apart(
+    start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    check = ("triton_check.py", "attn_residual")
+    monkeypatch.setattr(sanitize, "MEMORY", ())
+    monkeypatch.setattr(sanitize, "RACES", (check,))
+    monkeypatch.setattr(sanitize, "all_kernels", lambda: {"attn_residual_kernel": "gluon"})
+    monkeypatch.setattr(sanitize, "explained", lambda block, _: "+0x10" in block)
+    race = (
+        "========= Error: Race reported between Write access at attn_residual_kernel+{} in a.py:3\n"
+        "=========     and Read access at attn_residual_kernel+0x40 in a.py:9 [64 hazards]\n"
+        "=========\n"
+    )
+    end = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)\n"
+    status, (line,) = start(2 * race.format("0x10") + end.format(2), "racecheck")
+    assert (status, line["errors"], line["explained"]) == (0, 0, 2)
+    status, lines = start(race.format("0x10") + race.format("0x20") + end.format(2), "racecheck")
+    assert (status, lines[-1]["errors"], lines[-1]["explained"]) == (1, 1, 1)
 
 
 def test_a_kernel_of_several_checks_has_one_line_a_tool() -> None:
@@ -128,12 +202,16 @@ def test_a_kernel_of_several_checks_has_one_line_a_tool() -> None:
         Run("memcheck", ("b.py",), ("k",)),
         Run("racecheck", ("b.py",), ("k",)),
     ]
-    results = [Result({"k": 2}, {"k": 1}), Result({"k": 3}, {"k": 0}), Result({"k": 1}, {"k": 0})]
+    results = [
+        Result({"k": 2}, {"k": 1}),
+        Result({"k": 3}, {"k": 0}),
+        Result({"k": 1}, {"k": 0}, {"k": 4}),
+    ]
     first, second = lines_of(runs, results)
     assert first == {
         "kernel": "k", "tool": "memcheck", "errors": 1, "launches": 5, "checks": ["a.py x", "b.py"],
     }  # fmt: skip
-    assert (second["tool"], second["launches"]) == ("racecheck", 1)
+    assert (second["tool"], second["launches"], second["explained"]) == ("racecheck", 1, 4)
 
 
 def test_kernels_are_found_in_the_source() -> None:

@@ -96,6 +96,12 @@ def one_side(
 
     Barriers ``landed``: this half of tile 0 and 1 of side 0, then of side 1. ``told``: side 0 has a
     maximum; side 1 has one, and probabilities; side 0 has probabilities; sums of 0; of 1.
+
+    Order: 0, 1 and 2 of ``told`` take turns. All four warps wait before they load, and meet between
+    their last access and the arrival or copy that lets the other side, or the copy engine, write
+    again: side 1 has read maximum 0 when it tells of its own, side 0 maximum 1 when it tells of its
+    probabilities. What threads store and products read is fenced by whoever stored it. The tests
+    take every one of these waits, meetings and fences away, and expect a race.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 2, 16])
