@@ -43,4 +43,4 @@ def test_float32_alone_gives_the_answers_of_the_cpu(monkeypatch: pytest.MonkeyPa
 def test_bfloat16_answers_nearly_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     found, count = wrong(monkeypatch, torch.bfloat16, in_flight=MANY)
     assert count == 200
-    assert len(found) <= 0.1 * count, f"{len(found)} of {count} differ: {found[:5]}"
+    assert len(found) <= 0.02 * count, f"{len(found)} of {count} differ: {found[:5]}"
