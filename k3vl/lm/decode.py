@@ -161,7 +161,6 @@ class _Inputs:
         self._to = {name: view.numpy() for name, view in views(self._host).items()}
         self._from = views(self._device)
         self._none = torch.zeros(1, dtype=torch.int64, device=device)
-        self._every = torch.arange(size, device=device)
         self.fill(())
 
     def fill(self, rows: Sequence[Row]) -> None:
@@ -203,7 +202,7 @@ class _Inputs:
             decode_rows=given["pages"].T,
             decode_lens=given["lens"].squeeze(1),
             prefill_rows=(),
-            logit_rows=self._every,
+            logit_rows=None,
             page=self.cache.sizes.page_size,
         )
 
