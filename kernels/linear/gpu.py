@@ -35,15 +35,17 @@ class RowShape(NamedTuple):
         columns: at a time, at most; a power of two.
         warps: of a program. A thread has eights of columns: 256 columns a warp need no exchange.
         ahead: bytes of a matrix' row that are asked for before the input is there.
+        stages: columns that are under way at once, in shared memory; 1: in registers.
     """
 
     rows: int
     columns: int
     warps: int
-    ahead: int
+    ahead: int = 2048
+    stages: int = 4
 
 
-ROW = RowShape(rows=8, columns=512, warps=2, ahead=2048)
+ROW = RowShape(rows=8, columns=512, warps=2)
 
 
 def linear_gpu(
@@ -110,7 +112,7 @@ def row_linear(
     second: torch.Tensor | None = None,
     out_second: torch.Tensor | None = None,
     activation: GatedActivation | None = None,
-    shape: RowShape = ROW,
+    shape: RowShape | None = None,
 ) -> torch.Tensor:
     """One row times one matrix or two, in one launch.
 
@@ -124,6 +126,7 @@ def row_linear(
         shape: for measurements.
     """
     rows, d = weight.shape
+    shape = shape or ROW
     columns = min(shape.columns, d & -d)
     early = begins_early(x)
     other, count = (weight, 0) if second is None else (second, second.shape[0])
@@ -143,6 +146,7 @@ def row_linear(
         BN=shape.rows,
         BK=columns,
         AHEAD=min(shape.ahead, d * x.element_size()) // 128 * 128 if early else 0,
+        STAGES=shape.stages,
         ONTO=onto,
         GLU=glu,
         SITU=isinstance(activation, SituGLU),

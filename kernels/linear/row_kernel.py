@@ -1,5 +1,5 @@
 """One row times matrices: what a single token's projections are, as fast as weights can be read."""
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -18,9 +18,9 @@ def _ask(matrix, o_n, D: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _tile(at, wanted):
+def _tile(at):
     """Weights, each of which is read once in a step."""
-    return tl.load(at, mask=wanted, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -34,14 +34,15 @@ def _folded(weights, x):
 def row_linear_kernel(
     x, first, second, out, out_second, onto, beta, linear_beta, ROWS, ROWS_SECOND,
     D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
-    ONTO: tl.constexpr, GLU: tl.constexpr, SITU: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, ONTO: tl.constexpr, GLU: tl.constexpr, SITU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of one row [D]; programs behind those of ``first`` are of ``second``.
 
     GLU: ``first`` and ``second`` are gates and ups, a program has both, and stores the activation
     of its BN pairs. ONTO: the result is added to ``onto`` before it is rounded. AHEAD: bytes of a
-    matrix' row that are asked for before the input is there. The next weights are under way while
-    these are multiplied; a thread has eights of columns, so nothing is exchanged before the end.
+    matrix' row that are asked for before the input is there. STAGES of weights are under way at
+    once. A thread has eights of columns, so nothing is exchanged before the end.
     """
     i_n = tl.program_id(0)
     matrix, rows = first, ROWS
@@ -61,21 +62,13 @@ def row_linear_kernel(
     base = tl.load(onto + o_n, mask=inside, other=0.0).to(tl.float32) if ONTO else 0.0
     o_k = tl.arange(0, BK)
     at = row.to(tl.int64)[:, None] * D + o_k[None, :]
-    coming = _tile(matrix + at, True)
     sums = tl.zeros([BN, BK // 8], tl.float32)
-    if GLU:
-        coming_ups = _tile(second + at, True)
-        ups = tl.zeros([BN, BK // 8], tl.float32)
-    for k in range(0, D, BK):
-        at += BK
+    ups = tl.zeros([BN, BK // 8], tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
         given = tl.load(x + k + o_k).to(tl.float32)
-        weights = coming
-        coming = _tile(matrix + at, k + BK < D)
+        sums += _folded(_tile(matrix + at + k), given)
         if GLU:
-            others = coming_ups
-            coming_ups = _tile(second + at, k + BK < D)
-            ups += _folded(others, given)
-        sums += _folded(weights, given)
+            ups += _folded(_tile(second + at + k), given)
     y = tl.sum(sums, 1)
     if GLU:
         y = activated(y, tl.sum(ups, 1), beta, linear_beta, SITU)

@@ -116,11 +116,14 @@ def mla_merge_kernel(
     BN: tl.constexpr,
     BS: tl.constexpr,
     BP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add the parts of BR channels of one head, each times its share of the softmax's sum.
 
     BP parts at once, so that their loads are under way together.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_b = tl.program_id(1)
     at = (i_b.to(tl.int64) * H + tl.program_id(0)) * SPLITS
     length = tl.load(lengths + i_b).to(tl.int32)

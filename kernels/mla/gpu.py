@@ -178,6 +178,7 @@ def mla_decode(
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
     if not whole:
+        early = begins_early(q)
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,
@@ -190,6 +191,8 @@ def mla_decode(
             BN=tile,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
+            PDL=early,
+            launch_pdl=early,
         )
     return out
 

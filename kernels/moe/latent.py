@@ -157,9 +157,7 @@ class ComposedLatentMoE(Generic[E]):
         )
         return self.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
 
-    def back(
-        self, total: torch.Tensor, weights: MoEWeights[E], onto: torch.Tensor
-    ) -> torch.Tensor:
+    def back(self, total: torch.Tensor, weights: MoEWeights[E], onto: torch.Tensor) -> torch.Tensor:
         """From the latent, onto what the shared experts gave."""
         w = weights
         return added(total, onto) if w.up is None else self.linear(total, w.up, onto=onto)
