@@ -7,6 +7,7 @@ import triton
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.attn_residual.mix_kernel import attn_residual_kernel
+from k3vl.kernels.dependent import begins_early
 
 _FEW = 128
 """Up to so many tokens the device is not full, and a token's own latency is all that counts."""
@@ -35,6 +36,7 @@ def attn_residual(
     out = torch.empty(tokens, d, dtype=rows.dtype, device=rows.device)
     if not tokens:
         return out
+    early = begins_early(rows)
     attn_residual_kernel[(tokens,)](
         rows,
         query,
@@ -46,7 +48,9 @@ def attn_residual(
         depth,
         D=d,
         BD=triton.next_power_of_2(d),
+        PDL=early,
         num_warps=warps or (8 if tokens <= _FEW else 4),
         maxnreg=registers,
+        launch_pdl=early,
     )
     return out

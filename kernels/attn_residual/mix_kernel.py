@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
+
 
 @triton.jit
 def attn_residual_kernel(
@@ -18,11 +20,14 @@ def attn_residual_kernel(
     R,
     D: tl.constexpr,
     BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program mixes the R rows of one token: online softmax, every row is read once.
 
     The next row is asked for before this one is reduced, so that its way here is hidden.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     inside = o_d < D

@@ -28,6 +28,7 @@ from k3vl.kernels.bench.attention_cases import (
 )
 from k3vl.kernels.bench.case import Case, Peer, ratio_of_norms
 from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
+from k3vl.kernels.bench.linear_cases import row_cases
 from k3vl.kernels.bench.moe_cases import (
     glu_cases,
     layer_cases,
@@ -51,6 +52,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "vision_attention": vision_cases,
     "vision_small": small_vision_cases,
     "vision_tower": tower_cases,
+    "row_linear": row_cases,
     "route": route_cases,
     "plan_experts": plan_cases,
     "situ_glu": glu_cases,

@@ -15,12 +15,13 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.gpu import (
     moe_experts_mxfp4_gpu,
     plan_gpu,
     route_gpu,
 )
-from k3vl.kernels.moe.latent import MoEWeights
+from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.moe.separate import DOWN, GATE_UP, Block, separate_products
 from k3vl.kernels.situ import SituGLU
@@ -161,7 +162,7 @@ def layer_cases() -> Iterator[Case]:
     )
     ours = triton_kernels("measured").latent_moe_mxfp4
     plain = reference_kernels("compared with").latent_moe_mxfp4
-    assert ours is not None
+    assert isinstance(ours, LatentMoEBeside)
     assert plain is not None
     always = (_E * _D + 2 * _D * _L + 3 * _D * _S) * 2
     for tokens in (1, 8, 32, 128, 2048, 8192):
@@ -175,6 +176,9 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
+            variants={"one stream": partial(ComposedLatentMoE.__call__, ours, x, weights)}
+            if tokens == 1
+            else {},
         )
 
 

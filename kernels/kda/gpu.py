@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.kda import check_shapes
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
@@ -73,6 +74,7 @@ def kda_decode(
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not batch:
         return out
+    early = begins_early(qkv)
     kda_step_kernel[(batch * heads,)](
         qkv,
         gate,
@@ -100,8 +102,10 @@ def kda_decode(
         BV=min(tile, key),
         W=width,
         BOUNDED=weights.lower_bound is not None,
+        PDL=early,
         num_warps=warps,
         maxnreg=registers,
+        launch_pdl=early,
     )
     return out
 

@@ -8,6 +8,8 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
+
 
 @triton.jit
 def sigmoid(x):
@@ -81,12 +83,15 @@ def kda_step_kernel(
     BV: tl.constexpr,
     W: tl.constexpr,
     BOUNDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding, answered by zeros.
 
     Nobody else reads the window that this program moves on. The state is worked on in tiles of BV
     value channels.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_b = (tl.program_id(0) // H).to(tl.int64)
     i_h = tl.program_id(0) % H
     o_k = tl.arange(0, K)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.mla.reference import (
+    mla_absorb_reference,
     mla_decode_reference,
     mla_prefill_latent_reference,
     mla_prefill_reference,
@@ -62,6 +63,33 @@ def mla_prefill_latent(
             f"R {latent_width}"
         )
     return mla_prefill_latent_reference(q, context, latent_width, scale)
+
+
+def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Queries for expanded keys -> queries for latents.
+
+    Args:
+        q: [B, H, M + P], for M key channels of a head, then the part that all heads share.
+        keys: [H, M, R], every head's key rows.
+
+    Returns:
+        [B, H, R + P] in the dtype of ``q``: products with the key rows, then the shared part.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+    check_absorb(q, keys)
+    return mla_absorb_reference(q, keys)
+
+
+def check_absorb(q: torch.Tensor, keys: torch.Tensor) -> None:
+    """Refuse what does not belong together; for every implementation of the op.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    if q.dim() != 3 or keys.dim() != 3 or q.shape[1] != keys.shape[0] or q.shape[2] < keys.shape[1]:
+        raise ShapeError(f"mla_absorb: q {tuple(q.shape)}, keys {tuple(keys.shape)}")
 
 
 def mla_decode(

@@ -10,9 +10,11 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla import check_store, check_values
+from k3vl.kernels.mla import check_absorb, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
+    mla_absorb_kernel,
     mla_decode_kernel,
     mla_merge_kernel,
     mla_store_kernel,
@@ -176,6 +178,7 @@ def mla_decode(
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
     if not whole:
+        early = begins_early(q)
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,
@@ -188,7 +191,48 @@ def mla_decode(
             BN=tile,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
+            PDL=early,
+            launch_pdl=early,
         )
+    return out
+
+
+def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_absorb`."""
+    check_absorb(q, keys)
+    (batch, heads, width), (_, own, latent) = q.shape, keys.shape
+    powers = all(n >= 16 and not n & (n - 1) for n in (own, latent))
+    flat = q.stride()[1:] == (width, 1) and keys.stride(2) == 1
+    if not (powers and flat):
+        raise ShapeError(
+            f"mla_absorb: q {tuple(q.shape)}, keys {tuple(keys.shape)}: rows must be contiguous "
+            "and M and R powers of two, at least 16"
+        )
+    out = torch.empty(batch, heads, latent + width - own, dtype=q.dtype, device=q.device)
+    if not batch:
+        return out
+    rows, columns = min(64, max(16, triton.next_power_of_2(batch))), min(128, latent)
+    early = begins_early(q)
+    mla_absorb_kernel[(heads, triton.cdiv(batch, rows), latent // columns)](
+        q,
+        keys,
+        out,
+        q.stride(0),
+        *keys.stride()[:2],
+        batch,
+        heads,
+        width - own,
+        M=own,
+        R=latent,
+        BB=rows,
+        BM=own,
+        BR=columns,
+        BP=triton.next_power_of_2(max(1, width - own)),
+        PRECISION="tf32" if q.dtype != torch.float32 else "tf32x3",
+        PDL=early,
+        num_warps=4,
+        launch_pdl=early,
+    )
     return out
 
 
@@ -206,6 +250,7 @@ def mla_store(
         raise ShapeError("mla_store: rows must be contiguous")
     (tokens, latent), part = c.shape, shared.shape[1]
     if tokens:
+        early = begins_early(c)
         mla_store_kernel[(tokens,)](
             c,
             shared,
@@ -220,7 +265,9 @@ def mla_store(
             part,
             BR=triton.next_power_of_2(latent),
             BP=triton.next_power_of_2(max(1, part)),
+            PDL=early,
             num_warps=1 if latent <= 512 else 4,
+            launch_pdl=early,
         )
 
 
@@ -245,6 +292,7 @@ def mla_values(
     rows = min(64, max(16, triton.next_power_of_2(batch)))
     columns = min(32 if batch <= 32 else 64, max(16, triton.next_power_of_2(width)))
     half = mixed.dtype != torch.float32
+    early = begins_early(mixed)
     mla_values_kernel[(heads, triton.cdiv(batch, rows), triton.cdiv(width, columns))](
         mixed,
         values,
@@ -262,7 +310,9 @@ def mla_values(
         GATED=gate is not None,
         PRECISION="tf32" if half else "tf32x3",
         STAGES=3 if half else 1,
+        PDL=early,
         num_warps=4,
+        launch_pdl=early,
     )
     return out
 

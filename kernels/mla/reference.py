@@ -81,6 +81,13 @@ def mla_store_reference(
     latents[rows[real]] = new[real]
 
 
+def mla_absorb_reference(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_absorb`."""
+    q_nope, q_shared = q.split([keys.shape[1], q.shape[-1] - keys.shape[1]], dim=-1)
+    absorbed = (q_nope.transpose(0, 1) @ keys).transpose(0, 1)
+    return torch.cat([absorbed, q_shared], dim=-1)
+
+
 def mla_values_reference(
     mixed: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None
 ) -> torch.Tensor:

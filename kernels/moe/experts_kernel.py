@@ -14,6 +14,8 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
+
 DECODE = tl.constexpr("""
 {
     .reg .b32 m, s;
@@ -286,9 +288,11 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
 def route_kernel(
     logits, bias, weights, experts, scale,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Top K experts of one token by biased sigmoid; ties go to the lower index."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
@@ -313,12 +317,14 @@ def route_kernel(
 def route_sorted_kernel(
     logits, bias, weights, experts, scale,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``route_kernel`` by a sorting network: many threads, few steps.
 
     KP, a power of two, is 2 at least: Triton 3.6's ``topk`` does not compile for one.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E

@@ -13,6 +13,8 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
+from k3vl.kernels.linear.gpu import front_gpu, is_row, linear_gpu
 from k3vl.kernels.moe import check_experts, router_logits
 from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
 from k3vl.kernels.moe.experts_kernel import (
@@ -25,6 +27,7 @@ from k3vl.kernels.moe.joined import can_join, joined_products
 from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.moe.experts import FloatExperts
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
 
     Products: TypeAlias = Callable[
         [torch.Tensor, ExpertPlan, Mxfp4Experts, GatedActivation, int], torch.Tensor
@@ -65,20 +69,29 @@ def route_gpu(
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     if tokens:
-        few = tokens <= SORTED_TOKENS
+        few, early = tokens <= SORTED_TOKENS, begins_early(logits)
         (route_sorted_kernel if few else route_kernel)[(tokens,)](
             logits.contiguous(), bias, weights, chosen, scale,
             E=experts, K=top_k, KP=max(2, triton.next_power_of_2(top_k)),
-            RENORMALISE=renormalise, BLOCK=max(2, triton.next_power_of_2(experts)),
-            num_warps=8 if few else 1 if experts <= 1024 else 4,
+            RENORMALISE=renormalise, BLOCK=max(2, triton.next_power_of_2(experts)), PDL=early,
+            num_warps=8 if few else 1 if experts <= 1024 else 4, launch_pdl=early,
         )  # fmt: skip
     return weights, chosen
 
 
+def moe_front_gpu(
+    x: torch.Tensor, router: torch.Tensor, down: Weight | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`k3vl.kernels.moe.moe_front`, of one row in one launch."""
+    if down is not None and is_row(x, router, plain(down)):
+        return front_gpu(x, router, plain(down))
+    return router_logits_gpu(x, router), x if down is None else linear_gpu(x, down)
+
+
 def router_logits_gpu(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.router_logits`; products of bfloat16 are exact in float32."""
-    if x.dtype == router.dtype == torch.bfloat16 and x.device.type != "cpu":
-        return torch.mm(x, router.mT, out_dtype=torch.float32)
+    if x.dtype == router.dtype == torch.bfloat16:
+        return linear_gpu(x, router, dtype=torch.float32)
     return router_logits(x, router)
 
 

@@ -45,7 +45,8 @@ def test_the_layer_keeps_the_device_fed(tokens: int, form: str) -> None:
         f"gate_up_{product}_kernel": widths,
         f"down_{product}_kernel": widths,
         "combine_kernel": 1,  # sum and norm in one
-        "glu_kernel": 1,  # of the shared experts
+        # A token's projections: both in front, gates and ups with their activation, down, up.
+        **({"row_linear_kernel": 4} if tokens == 1 else {"glu_kernel": 1}),
     }
 
 
