@@ -15,6 +15,7 @@ from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
 from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash_hopper import HopperFlash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from k3vl.kernels.bench.case import Peer
 
 _SCALE = 192**-0.5
+HOPPER_SHAPES = tuple(
+    HopperFlash(programs, turns) for programs in (0, 132) for turns in (True, False)
+)
 
 
 def attn_residual_cases() -> Iterator[Case]:
@@ -234,16 +238,8 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={
-                f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
-                f"{shape.stages} stages": partial(run, shape=shape)
-                for shape in (
-                    FlashShape(128, 32, 8, 4),
-                    FlashShape(64, 64, 4, 3),
-                )
-            }
-            if queries == 8192 == keys
-            else {},
+            variants={str(shape): partial(run, shape=shape) for shape in HOPPER_SHAPES},
+            compared=True,
             peers=peers,
         )
 
@@ -269,6 +265,7 @@ def vision_cases() -> Iterator[Case]:
             f"{shape.stages} stages": partial(run, shape=shape)
             for shape in (FlashShape(128, 64, 8, 3), FlashShape(64, 32, 4, 4))
         }
+        variants |= {str(shape): partial(run, shape=shape) for shape in HOPPER_SHAPES}
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
             variants[f"torch, {backend.name}"] = partial(library, backends=[backend])
         variants["torch, its own choice"] = partial(library, backends=None)

@@ -11,6 +11,7 @@ import torch
 from k3vl.config import MediaConfig, VisionConfig, parse_config
 from k3vl.kernels.bench import sglang_tower
 from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.flash_hopper import HopperFlash
 from k3vl.kernels.rms_norm.gpu import add_rms_norm, rms_norm
 from k3vl.kernels.rms_norm.library import rms_norm_library
 from k3vl.kernels.vision import REFERENCE, triton_vision
@@ -69,6 +70,9 @@ def variants() -> dict[str, VisionKernels]:
         "as it was": ComposedVisionBlock(attention=vision_attention, rotate=rotate),
         "as it was, cuDNN": ComposedVisionBlock(attention=library, rotate=rotate),
         "fused, Triton attention": replace(fused, attention=vision_attention),
+        "fused, Gluon attention": replace(
+            fused, attention=partial(vision_attention, shape=HopperFlash(132, turns=True))
+        ),
         "fused, cuDNN": fused,
         "fused, cuDNN, an item a call": replace(fused, attention=partial(library, together=False)),
         "fused, torch's choice": replace(fused, attention=partial(library, backends=None)),

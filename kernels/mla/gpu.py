@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,9 @@ from k3vl.kernels.mla.hopper import (
     hopper_takes,
 )
 from k3vl.kernels.packed import Packed
+
+if TYPE_CHECKING:
+    from k3vl.kernels.flash_hopper import HopperFlash
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -51,7 +54,7 @@ def mla_prefill(
     v: torch.Tensor,
     scale: float,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
     return mla_prefill_packed(
@@ -68,7 +71,7 @@ def mla_prefill_packed(
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
     shared: torch.Tensor | None = None,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """Attend causally in several packed sequences, each behind a cached prefix or none.
 
@@ -111,7 +114,7 @@ def mla_prefill_latent(
     latent_width: int,
     scale: float,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
     if q.shape[-1] != context.shape[-1] or q.shape[0] > context.shape[0]:

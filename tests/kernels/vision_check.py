@@ -5,10 +5,15 @@ Triton decides between compiler and interpreter when it is imported. Usage: visi
 
 import sys
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
+from k3vl.kernels.flash_hopper import HopperFlash
+from k3vl.kernels.mla.gpu import mla_prefill_packed
+from k3vl.kernels.mla.reference import mla_prefill_reference
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm.gpu import NormShape, add_rms_norm, rms_norm
@@ -21,6 +26,9 @@ from k3vl.kernels.vision_block.gpu import VisionBlockGPU
 from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos.gpu import RotateShape, rotate, rotate_in_place
 from k3vl.kernels.vision_pos.reference import rotate_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEVICE = torch.device(sys.argv[1])
 ON_GPU = DEVICE.type == "cuda"
@@ -145,17 +153,50 @@ def check_block(dtype: torch.dtype, grids: list[tuple[int, int]], *sizes: int) -
             assert torch.equal(step(), got), f"block {dtype}, {name}: recorded"
 
 
+HOPPER = (HopperFlash(0, turns=True), HopperFlash(132, turns=True), HopperFlash(132, turns=False))
+
+
+def check_causal() -> None:
+    """The Gluon kernel with keys in two parts; a query behind a prefix has its bits without one."""
+    heads, lengths, contexts = 3, (1, 3, 128, 65, 700, 2048), (1, 130, 128, 457, 900, 2048)
+    q = normal(sum(lengths), heads, 192, dtype=torch.bfloat16)
+    k, v = (normal(sum(contexts), heads, 128, dtype=torch.bfloat16) for _ in range(2))
+    shared = normal(sum(contexts), 64, dtype=torch.bfloat16)
+    joined = torch.cat([k, shared.unsqueeze(1).expand(-1, heads, -1)], -1)
+    parts = list(zip(q.split(lengths), joined.split(contexts), v.split(contexts), strict=True))
+    want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.07) for p in parts])
+    span = {"lengths": lengths, "contexts": contexts}
+    for shape in HOPPER:
+        packed = partial(mla_prefill_packed, scale=0.07, shape=shape)
+        got = packed(q, k, v, shared=shared, **span)
+        close(f"causal, {shape}", got, want, HALF)
+        assert torch.equal(packed(q, joined, v, **span), got), "keys in one part"
+        alone = [mla_prefill_packed(*p, 0.07, lengths=(len(p[0]),), contexts=(len(p[1]),), shape=shape)
+                 for p in parts]  # fmt: skip
+        assert torch.equal(torch.cat(alone), got), "neighbours"
+        tokens, keys, values = parts[-1]
+        for begin in (1, 77, 1024):
+            late = mla_prefill_packed(
+                tokens[begin:], keys, values, 0.07, lengths=(2048 - begin,), contexts=(2048,),
+                shape=shape,
+            )  # fmt: skip
+            assert torch.equal(late, got[-2048:][begin:]), f"behind {begin}"
+
+
 def check_neighbours(dtype: torch.dtype) -> None:
     """Nothing of an item's attention depends on who else is there."""
     lengths = [65, 3, 3, 128, 17, 65, *((1024, 1024, 1024, 2304, 5476) * ON_GPU)]
     heads, key = (12, 128) if ON_GPU else (2, 32)
     tensors = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
     want = vision_attention_reference(*(t.double() for t in tensors), lengths)
-    ways = {
+    ways: dict[str, Callable[..., torch.Tensor]] = {
         "ours": vision_attention,
         "library": vision_attention_library,
         "library, an item a call": lambda *a: vision_attention_library(*a, together=False),
     }
+    if dtype == torch.bfloat16:
+        for shape in HOPPER:
+            ways[f"{shape}"] = partial(vision_attention, shape=shape)
     for name, attend in ways.items():
         together = attend(*tensors, Packed.of(lengths, DEVICE))
         close(f"attention {dtype}, {name}", together, want, bound(dtype))
@@ -182,6 +223,8 @@ def main() -> None:
         if ON_GPU:
             check_block(dtype, [(32, 32), (32, 32), (48, 48)], 12, 128, 1024, 4096)
         sys.stdout.write(f"checked {dtype}\n")
+    if ON_GPU:
+        check_causal()
 
 
 if __name__ == "__main__":
