@@ -53,8 +53,8 @@ def fetch_tiles(
     landed_k,
     landed_v,
     used_q,
-    used_k,
-    used_v,
+    used_first,
+    used,
     s_qh,
     s_kh,
     s_rest_h,
@@ -83,14 +83,19 @@ def fetch_tiles(
                 begin_copy(q_rest, at, landed_q.index(0), m_qp.index(side))
         for j in range(blocks):
             stage = done % STAGES
-            phase = done // STAGES & 1
             row = first_k + (blocks - 1 - j) * BN
-            mbarrier.wait(used_k.index(stage), phase ^ 1)
+            # Keys of the tile before the last are used up with the values of the one before that.
+            if j == 2:
+                mbarrier.wait(used_first.index(0), turn & 1)
+            elif j > 2:
+                mbarrier.wait(used.index((done + 1) % STAGES), (done + 1) // STAGES & 1)
+            else:
+                mbarrier.wait(used.index(stage), done // STAGES & 1 ^ 1)
             mbarrier.expect(landed_k.index(stage), BN * (K + P) * 2)
             begin_copy(k, [row, head * s_kh], landed_k.index(stage), m_k.index(stage))
             if P > 0:
                 begin_copy(k_rest, [row, head * s_rest_h], landed_k.index(stage), m_kp.index(stage))
-            mbarrier.wait(used_v.index(stage), phase ^ 1)
+            mbarrier.wait(used.index(stage), done // STAGES & 1 ^ 1)
             mbarrier.expect(landed_v.index(stage), BN * V * 2)
             begin_copy(v, [row, head * s_vh], landed_v.index(stage), m_v.index(stage))
             done += 1
@@ -121,8 +126,8 @@ def attend_side(
     landed_k,
     landed_v,
     used_q,
-    used_k,
-    used_v,
+    used_first,
+    used,
     my_turn,
     your_turn,
     out,
@@ -171,8 +176,7 @@ def attend_side(
             b_kp = m_kp.index(stage).permute((1, 0))
             s = warpgroup_mma(m_qp.index(SIDE), b_kp, s, is_async=True)
         s = warpgroup_mma_wait(0, [s])
-        meet()
-        mbarrier.arrive(used_k.index(stage), count=1)
+        mbarrier.arrive(used_first.index(0), count=1)
         at = (blocks - 1) * BN
         visible = (at + o_n < seen)[None, :]
         if CAUSAL:
@@ -219,17 +223,14 @@ def attend_side(
             # the end of the product beside it.
             mbarrier.wait(landed_v.index(stage), phase)
             mixed = warpgroup_mma_wait(0, [product])
-            meet()
-            mbarrier.arrive(used_k.index(stage), count=1)
-            mbarrier.arrive(used_v.index(before), count=1)
+            mbarrier.arrive(used.index(before), count=1)
             mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
             b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
         mbarrier.arrive(used_q.index(0), count=1)
         last = done % STAGES
         product = warpgroup_mma(b_p, m_v.index(last), mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, [product])
-        meet()
-        mbarrier.arrive(used_v.index(last), count=1)
+        mbarrier.arrive(used.index(last), count=1)
         done += 1
         turn += 1
         mixed = mixed / gl.convert_layout(total, ROW_O)[:, None]
@@ -273,19 +274,19 @@ def flash_hopper_kernel(
     landed_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     landed_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     used_q = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    used_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    used_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    used_first = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn_0 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     turn_1 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(landed_q.index(0), count=1)
     mbarrier.init(used_q.index(0), count=2)
+    mbarrier.init(used_first.index(0), count=2)
     mbarrier.init(turn_0.index(0), count=1)
     mbarrier.init(turn_1.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(landed_k.index(i), count=1)
         mbarrier.init(landed_v.index(i), count=1)
-        mbarrier.init(used_k.index(i), count=2)
-        mbarrier.init(used_v.index(i), count=2)
+        mbarrier.init(used.index(i), count=2)
     m_q = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, K], TILE)
     m_k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, K], TILE)
     m_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, V], TILE)
@@ -300,22 +301,24 @@ def flash_hopper_kernel(
             (
                 attend_side,
                 (
-                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q, used_k,
-                    used_v, turn_0, turn_1, out, scale, H, M, COUNT, 0, K, P, V, BN, CAUSAL, TURNS,
+                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
+                    used_first, used, turn_0, turn_1, out, scale, H, M, COUNT,
+                    0, K, P, V, BN, CAUSAL, TURNS,
                 ),
             ),
             (
                 attend_side,
                 (
-                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q, used_k,
-                    used_v, turn_1, turn_0, out, scale, H, M, COUNT, 1, K, P, V, BN, CAUSAL, TURNS,
+                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
+                    used_first, used, turn_1, turn_0, out, scale, H, M, COUNT,
+                    1, K, P, V, BN, CAUSAL, TURNS,
                 ),
             ),
             (
                 fetch_tiles,
                 (
                     q, q_rest, k, k_rest, v, tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k,
-                    landed_v, used_q, used_k, used_v, s_qh, s_kh, s_rest_h, s_vh, M, COUNT, K, P,
+                    landed_v, used_q, used_first, used, s_qh, s_kh, s_rest_h, s_vh, M, COUNT, K, P,
                     V, BN,
                 ),
             ),

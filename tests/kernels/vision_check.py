@@ -171,8 +171,9 @@ def check_causal() -> None:
         got = packed(q, k, v, shared=shared, **span)
         close(f"causal, {shape}", got, want, HALF)
         assert torch.equal(packed(q, joined, v, **span), got), "keys in one part"
-        alone = [mla_prefill_packed(*p, 0.07, lengths=(len(p[0]),), contexts=(len(p[1]),), shape=shape)
-                 for p in parts]  # fmt: skip
+        alone = [
+            packed(*p, lengths=p[0].shape[:1], contexts=p[1].shape[:1]) for p in parts
+        ]  # fmt: skip
         assert torch.equal(torch.cat(alone), got), "neighbours"
         tokens, keys, values = parts[-1]
         for begin in (1, 77, 1024):
