@@ -84,12 +84,11 @@ def fetch_tiles(
         for j in range(blocks):
             stage = done % STAGES
             row = first_k + (blocks - 1 - j) * BN
-            # Keys of the tile before the last are used up with the values of the one before that.
+            # Keys two tiles back are used up: the first ones with a word of their own, later ones
+            # with the values before them, which the copy of the last values has waited for.
             if j == 2:
                 mbarrier.wait(used_first.index(0), turn & 1)
-            elif j > 2:
-                mbarrier.wait(used.index((done + 1) % STAGES), (done + 1) // STAGES & 1)
-            else:
+            elif j < 2:
                 mbarrier.wait(used.index(stage), done // STAGES & 1 ^ 1)
             mbarrier.expect(landed_k.index(stage), BN * (K + P) * 2)
             begin_copy(k, [row, head * s_kh], landed_k.index(stage), m_k.index(stage))
