@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import DecodeOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.mla.layer import DecodeOp, MLALayerOp, PrefillOp, StoreOp, ValuesOp
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -102,7 +102,7 @@ def composed_kernels(
     kda_decode: KDADecode,
     kda_prefill: KDAPrefill,
     mla_decode: DecodeOp,
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_prefill: PrefillOp,
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     mla_store: StoreOp,
     mla_values: ValuesOp,

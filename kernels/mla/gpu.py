@@ -11,7 +11,7 @@ import triton
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla import check_store, check_values
+from k3vl.kernels.mla import check_prefill, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
     mla_decode_kernel,
     mla_merge_kernel,
@@ -53,13 +53,14 @@ def mla_prefill(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    shared: torch.Tensor | None = None,
     *,
     shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
-    return mla_prefill_packed(
-        q, k, v, scale, lengths=(q.shape[0],), contexts=(k.shape[0],), shape=shape
-    )
+    check_prefill(q, k, v, shared)
+    span = {"lengths": (q.shape[0],), "contexts": (k.shape[0],)}
+    return mla_prefill_packed(q, k, v, scale, **span, shared=shared, shape=shape)
 
 
 def mla_prefill_packed(
