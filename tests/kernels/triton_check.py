@@ -2,7 +2,8 @@
 
 Triton decides between compiler and interpreter when it is imported. The interpreter multiplies
 16-bit floats wrongly, so there everything is float32; on a device both widths are checked. Every
-run draws new inputs from a printed seed. Usage: triton_check.py OP DEVICE
+run draws new inputs from a printed seed. "small" leaves out what is long, for a tool that slows
+kernels down. Usage: triton_check.py OP DEVICE [small]
 """
 
 import sys
@@ -60,6 +61,7 @@ from tests.tiny import TRITON, fill
 
 DEVICE = torch.device(sys.argv[2])
 ON_GPU = DEVICE.type == "cuda"
+LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
@@ -226,7 +228,7 @@ def run_prefill(
     reference = (wide(weights, -5.0), want_windows, want_states, cells, cu_seqlens, ends)
     want = kda_prefill_reference(*clean, *reference)
     shapes: list[PrefillShape | None] = [None]
-    if ON_GPU and dtype != torch.float32:
+    if LARGE and dtype != torch.float32:
         shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
         shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
@@ -256,8 +258,8 @@ def check_kda_prefill() -> Iterator[str]:
         (torch.bfloat16, 4, 64),
         (DTYPES[0], 4, 64),
     ):
-        run_prefill(list(ODD), heads, key, dtype)
-        for decay in (30.0, -30.0, 0.0):
+        run_prefill(list(ODD) if LARGE else [1, 2, 17, 33, 65], heads, key, dtype)
+        for decay in (30.0, -30.0, 0.0) * LARGE:
             run_prefill([1000, 64, 7], heads, key, dtype, decay)
         yield f"{dtype} K{key}, every length, long sequences, three decays"
 
@@ -360,7 +362,7 @@ def check_mla_decode_hopper() -> Iterator[str]:
     args = (latents.double().nan_to_num(), clean, lengths, 512, 0.07, page)
     want = mla_decode_reference(q.double(), *args)
     for shape in (None, *(HopperShape(splits) for splits in (1, 2, 3, 66))):
-        for _ in range(20):  # whatever the order of the warps
+        for _ in range(20 if LARGE else 2):  # whatever the order of the warps
             got = mla_decode(q, latents, begins, lengths, 512, 0.07, page, shape=shape)
             close(f"{shape}", got, want, bound(torch.bfloat16))
             assert not got[1].any(), "padding gets zeros"
@@ -419,7 +421,7 @@ def check_mla_values() -> Iterator[str]:
 def check_mla_prefill() -> Iterator[str]:
     sizes = ((1, 1), (2, 3), (15, 16), (17, 129), (65, 65))
     for dtype in DTYPES:
-        for queries, keys in (*sizes, *((3, 70), (127, 128), (300, 300), (129, 1000)) * ON_GPU):
+        for queries, keys in (*sizes, *((3, 70), (127, 128), (300, 300), (129, 1000)) * LARGE):
             nope, shared, value = (128, 64, 128) if ON_GPU else (32, 16, 32)
             q, k = (
                 normal(queries, 2, nope + shared, dtype=dtype),
@@ -475,7 +477,7 @@ def check_attn_residual() -> Iterator[str]:
 def check_vision() -> Iterator[str]:
     for dtype in DTYPES:
         for heads, key in ((2, 32), *((12, 128), (4, 64)) * ON_GPU):
-            lengths = [1, 3, 16, 17, 64, 129, *((1000, 5476) * ON_GPU)]
+            lengths = [1, 3, 16, 17, 64, 129, *((1000, 5476) * LARGE)]
             q, k, v = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
             want = vision_attention_reference(q.double(), k.double(), v.double(), lengths)
             got = vision_attention(q, k, v, Packed.of(lengths, q.device))
