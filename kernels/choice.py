@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import AbsorbOp, DecodeOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.mla.layer import (
+        AbsorbOp,
+        DecodeOp,
+        MLALayerOp,
+        PrefillOp,
+        StoreOp,
+        ValuesOp,
+    )
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, FrontOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -104,7 +111,7 @@ def composed_kernels(
     kda_prefill: KDAPrefill,
     mla_absorb: AbsorbOp,
     mla_decode: DecodeOp,
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_prefill: PrefillOp,
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     mla_store: StoreOp,
     mla_values: ValuesOp,
@@ -225,7 +232,7 @@ def triton_kernels(reason: str) -> Kernels:
         moe_front_gpu,
         route_gpu,
     )
-    from k3vl.kernels.rms_norm.gpu import rms_norm_gpu
+    from k3vl.kernels.rms_norm.gpu import rms_norm
 
     language = composed_kernels(
         name="triton",
@@ -245,7 +252,7 @@ def triton_kernels(reason: str) -> Kernels:
         moe_experts_mxfp4=moe_experts_mxfp4_gpu,
         linear=linear_gpu,
         glu_linear=glu_linear_gpu,
-        rms_norm=rms_norm_gpu,
+        rms_norm=rms_norm,
         moe_layer=LatentMoEBeside,
     )
     return replace(language, vision=triton_vision(), recordable=True)

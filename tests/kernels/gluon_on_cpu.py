@@ -2,12 +2,14 @@
 
 What is asynchronous happens as late as it may, and until then nobody may rely on it: a copy leaves
 NaN in its target until somebody waits for its barrier, and a product reads its operands only when
-it is waited for. Warp groups are threads that meet at barriers alone, and are held up at random.
-What depends on the order of warps inside a group, or on layouts, this cannot show.
+it is waited for, each after those that its group began before. Warp groups are threads that meet at
+barriers alone, and are held up at random. What depends on the order of warps inside a group, or on
+layouts, this cannot show.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -15,11 +17,13 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from triton.language import constexpr
 
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
 
 _meeting = threading.Condition()
+_begun = threading.local()
 
 
 class Pointer:
@@ -68,7 +72,7 @@ class Shared:
 
 
 class Product:
-    """A matrix product under way."""
+    """A matrix product under way; its group remembers it until it is waited for."""
 
     def __init__(self, a: Any, b: Shared, c: Any, *, add: bool) -> None:
         self.a, self.b, self.c, self.add = a, b, c, add
@@ -139,12 +143,15 @@ class _Language(ModuleType):
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     static_range = range
 
-    def __init__(self, program: tuple[int, ...]) -> None:
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
         super().__init__("gl")
-        self.program = program
+        self.program, self.grid = program, grid
 
     def program_id(self, axis: int) -> torch.Tensor:
         return torch.tensor(self.program[axis], dtype=torch.int32)
+
+    def num_programs(self, axis: int) -> int:
+        return self.grid[axis]
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout") or name == "constexpr":
@@ -262,39 +269,50 @@ def _copy(
 
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
-    return product if is_async else product.value()
+    if not is_async:
+        return product.value()
+    _begun.products = [*getattr(_begun, "products", []), product]
+    return product
 
 
 def _finish(outstanding: int, deps: list[Product]) -> Any:
-    assert not outstanding, "which of the products are done is not known here"
-    values = tuple(product.value() for product in deps)
+    """All but the last ``outstanding`` products of this group are over; those of ``deps`` are."""
+    products = _begun.products
+    over, _begun.products = (
+        products[: len(products) - outstanding],
+        products[len(products) - outstanding :],
+    )
+    for product in over:
+        product.value()
+    assert all(product.done is not None for product in deps), "not waited for"
+    values = tuple(product.done for product in deps)
     return values[0] if len(values) == 1 else values
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run ``kernel`` for every program of ``grid``, one after another.
 
     Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks.
     """
-    scope = kernel.fn.__globals__
+    scope = {
+        name: value.value if isinstance(value, constexpr) else value
+        for name, value in kernel.fn.__globals__.items()
+    }
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
-    for x in range(grid[0]):
-        for y in range(grid[1]):
-            for z in range(grid[2]):
-                names = {
-                    **scope,
-                    "gl": _Language((x, y, z)),
-                    "mbarrier": SimpleNamespace(
-                        init=_init, expect=_expect, arrive=_arrive, wait=_wait,
-                        MBarrierLayout=lambda: None,
-                    ),
-                    "begin_copy": _copy,
-                    "meet": lambda: None,
-                    "fence_async_shared": lambda: None,
-                    "warpgroup_mma": _product,
-                    "warpgroup_mma_wait": _finish,
-                }  # fmt: skip
-                for name, value in scope.items():
-                    if isinstance(getattr(value, "fn", None), FunctionType):
-                        names[name] = FunctionType(value.fn.__code__, names, name)
-                names[kernel.fn.__name__](*pointers, **constants)
+    for program in itertools.product(*(range(size) for size in grid)):
+        names = {
+            **scope,
+            "gl": _Language(program, grid),
+            "mbarrier": SimpleNamespace(
+                init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: None
+            ),
+            "begin_copy": _copy,
+            "meet": lambda: None,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": _product,
+            "warpgroup_mma_wait": _finish,
+        }
+        for name, value in scope.items():
+            if isinstance(getattr(value, "fn", None), FunctionType):
+                names[name] = FunctionType(value.fn.__code__, names, name)
+        names[kernel.fn.__name__](*pointers, **constants)

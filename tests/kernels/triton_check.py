@@ -434,6 +434,7 @@ def check_mla_prefill() -> Iterator[str]:
             span = {"lengths": (queries,), "contexts": (keys,)}
             got = mla_prefill_packed(q, k, v, 0.1, shared=tail, **span)
             close(f"shared part {queries}/{keys}", got, want, bound(dtype))
+            assert torch.equal(mla_prefill(q, k, v, 0.1, tail), got), "packed or not"
             q, context = normal(queries, 2, 48, dtype=dtype), normal(keys, 48, dtype=dtype)
             want = mla_prefill_latent_reference(q.double(), context.double(), 32, 0.1)
             got = mla_prefill_latent(q, context, 32, 0.1)
