@@ -12,6 +12,7 @@ from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
+from k3vl.kernels.kda.hopper import RingShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ _PREFILL_VARIANTS = tuple(
         (64, 4, 4, 168),
         (64, 4, 2, 168),
         (128, 8, 3, 168),
+    )
+)
+_RINGS = tuple(
+    RingShape(programs, groups, stages, keep, registers, store)
+    for programs, groups, stages, keep, registers, store in (
+        (0, 1, 1, False, 168, ""),
+        (3, 1, 1, False, 168, ""),
+        (2, 1, 1, True, None, ""),
+        (1, 1, 3, True, None, ""),
+        (1, 2, 3, True, None, ""),
+        (1, 2, 3, True, None, ".cs"),
+        (0, 1, 1, False, 168, ".cs"),
     )
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -97,7 +110,11 @@ def decode_cases() -> Iterator[Case]:
             # states and windows both ways; qkv, gate, decay in; output
             bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
             flops=batch * heads * 8 * _K * _K,
-            variants={"64 value channels a tile": partial(step, tile=64)},
+            variants={
+                "states evicted first": partial(step, hints=("evict_first", "")),
+                "states streamed": partial(step, hints=("evict_first", ".cs")),
+                **{str(ring): partial(step, ring=ring) for ring in _RINGS},
+            },
             peers={
                 **_decode_peers(batch, heads, args, weights),
                 **sglang_kda.decode_peers(args, weights, *fresh, cells),

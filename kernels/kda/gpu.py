@@ -10,6 +10,7 @@ import triton.language as tl
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda import check_shapes
+from k3vl.kernels.kda.hopper import RingShape, ring_step
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
@@ -64,14 +65,24 @@ def kda_decode(
     tile: int = 128,
     warps: int = 4,
     registers: int | None = None,
+    hints: tuple[str, str] = ("", ""),
+    ring: RingShape | None = None,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`."""
+    """See :func:`k3vl.kernels.kda.kda_decode`.
+
+    The rest is for measurements; ``hints`` are how the states' loads are evicted from the caches
+    and which way their stores take through them, ``ring`` asks for the Gluon kernel.
+    """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
     key, width = states.shape[-1], weights.conv.shape[1]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not batch:
+        return out
+    if ring is not None:
+        args = (qkv, gate, decay, write, weights, windows, states, cells, out)
+        ring_step(*args, ring)
         return out
     kda_step_kernel[(batch * heads,)](
         qkv,
@@ -100,6 +111,8 @@ def kda_decode(
         BV=min(tile, key),
         W=width,
         BOUNDED=weights.lower_bound is not None,
+        LOAD=hints[0],
+        STORE=hints[1],
         num_warps=warps,
         maxnreg=registers,
     )
