@@ -66,27 +66,30 @@ class AttentionResidualStream:
         self.rows[0] = x
         self.live = 1
         self.fresh = False  # the running sum's row has not been written yet
+        self.pending: torch.Tensor | None = None  # is added by the launch that reads next
 
     def begin_layer(self, layer: int) -> None:
         """Freeze the running sum at the start of every block."""
+        assert self.pending is None
         if layer % self.block == 0:
             self.live += 1
             self.fresh = True
 
     def read(self, weights: ReadWeights) -> torch.Tensor:
-        """Mix the bank and the running sum, then normalise."""
-        assert not self.fresh
+        """Add what is pending, mix the bank and the running sum, then normalise."""
         assert weights.query is not None
         rows = self.rows[: self.live]
-        return weights.kernels.attn_residual(rows, weights.query, weights.norm, weights.eps)
+        added, fresh = self.pending, self.fresh
+        assert added is not None or not fresh
+        self.pending, self.fresh = None, False
+        return weights.kernels.attn_residual(
+            rows, weights.query, weights.norm, weights.eps, added, fresh=fresh
+        )
 
     def add(self, y: torch.Tensor) -> None:
-        """Add to the running sum of this block."""
-        if self.fresh:
-            self.rows[self.live - 1] = y
-            self.fresh = False
-        else:
-            self.rows[self.live - 1].add_(y)
+        """Take it for the running sum of this block."""
+        assert self.pending is None
+        self.pending = y
 
 
 class PlainStream:

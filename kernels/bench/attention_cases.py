@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from k3vl.kernels.attn_residual.gpu import attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
-from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.flash import FlashShape
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
@@ -41,8 +41,6 @@ from k3vl.kernels.vision_pos.gpu import rotate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from k3vl.kernels.bench.case import Peer
-
 _SCALE = 192**-0.5
 
 
@@ -62,13 +60,83 @@ def attn_residual_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=tokens * width * 2 * (depth + 1),
             flops=tokens * width * depth * 8,
-            variants={f"{warps} warps": partial(run, warps=warps) for warps in (2, 4, 8, 16)},
+            variants={name: partial(run, **how) for name, how in _residual_ways(tokens).items()},
+            compared=True,
             peers={
                 "torch.compile of the reference": partial(mixed, rows, query, norm, 1e-5),
                 "PyTorch reference": partial(attn_residual_reference, rows, query, norm, 1e-5),
                 **sglang_attention.residual_peers(rows, query, norm, 1e-5),
             },
         )
+
+
+def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
+    """Other launches: where few tokens leave the device empty, and where they fill it."""
+    if tokens <= 128:
+        return {"a cluster a token": {"cluster": True}, "16 warps": {"warps": 16}}
+    return {
+        "rows past L1": {"hints": (".cg", "")},
+        "rows past L1, result streamed": {"hints": (".cg", ".cs")},
+        "rows streamed": {"hints": (".cs", ".cs")},
+        "rows past L1, 8 warps of 128 registers": {
+            "hints": (".cg", ""), "warps": 8, "registers": 128,
+        },
+        "a cluster a token": {"cluster": True},
+    }  # fmt: skip
+
+
+def attn_residual_add_cases() -> Iterator[Case]:
+    """The same behind a sub-layer: its output is added to the last row before."""
+    depth, width = 9, 7168
+    for tokens in (1, 8, 32, 8192):
+        rows, added = normal(depth, tokens, width), normal(tokens, width)
+        query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
+
+        def call(
+            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
+            added: torch.Tensor = added, **how: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            return attn_residual(rows, query, norm, 1e-5, added, **how)
+
+        def apart(
+            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
+            added: torch.Tensor = added,
+        ) -> torch.Tensor:  # fmt: skip
+            rows[-1].add_(added)
+            return attn_residual(rows, query, norm, 1e-5)
+
+        first = rows.clone()
+
+        def want(
+            rows: torch.Tensor = first, query: torch.Tensor = query, norm: torch.Tensor = norm,
+            added: torch.Tensor = added,
+        ) -> torch.Tensor:  # fmt: skip
+            last = rows[-1:] + added
+            rows = torch.cat([rows[:-1], last]).float()
+            return attn_residual_reference(rows, query, norm.float(), 1e-5)
+
+        ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "added by PyTorch before": apart,
+            **{name: partial(call, **how) for name, how in _residual_ways(tokens).items()},
+        }
+        yield Case(
+            op="attn_residual_add",
+            shape=f"T{tokens} R{depth} D{width}",
+            ours=partial(_on_copy, call, first),
+            timed=partial(call, rows),
+            want=want,
+            limit=8e-3,
+            bytes=tokens * width * 2 * (depth + 3),
+            flops=tokens * width * depth * 8,
+            variants={
+                name: Peer(partial(Work, partial(way, rows), partial(_on_copy, way, first)))
+                for name, way in ways.items()
+            },
+        )
+
+
+def _on_copy(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    return way(rows.clone())
 
 
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:

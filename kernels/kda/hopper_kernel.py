@@ -3,8 +3,8 @@
 A unit is one head of one sequence. Its state, 64 KB in one run of memory, is fetched by the copy
 engine into one of STAGES buffers, while states that came before are worked on.
 """
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

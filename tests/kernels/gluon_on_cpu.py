@@ -12,9 +12,12 @@ import random
 import threading
 import time
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
@@ -144,7 +147,7 @@ class _Language(ModuleType):
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
-    reshape = staticmethod(torch.reshape)
+    reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
     static_range = range
 
     def __init__(self, program: tuple[int, ...]) -> None:
@@ -207,9 +210,7 @@ class _Language(ModuleType):
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
 
     @staticmethod
-    def store(
-        at: Pointer, value: torch.Tensor, mask: Any = None, cache_modifier: str = ""
-    ) -> None:
+    def store(at: Pointer, value: torch.Tensor, mask: Any = None, cache_modifier: str = "") -> None:
         flat, where, live = at.cells(mask)
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
@@ -286,10 +287,17 @@ def _finish(outstanding: int, deps: list[Product]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    *args: Any,
+    stand_ins: Mapping[str, Any] | None = None,
+    **constants: Any,
+) -> None:
     """Run ``kernel`` for every program of ``grid``, one after another.
 
-    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks.
+    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks, ``stand_ins`` for
+    the kernel's helpers in machine language, by name.
     """
     scope = kernel.fn.__globals__
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
@@ -312,4 +320,5 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                 for name, value in scope.items():
                     if isinstance(getattr(value, "fn", None), FunctionType):
                         names[name] = FunctionType(value.fn.__code__, names, name)
+                names.update(stand_ins or {})
                 names[kernel.fn.__name__](*pointers, **constants)

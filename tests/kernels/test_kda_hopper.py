@@ -60,17 +60,16 @@ def run(
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 @pytest.mark.parametrize(
-    "layout", [(0, 1, 1, False), (1, 1, 3, True), (1, 2, 3, True), (2, 1, 1, True), (3, 1, 2, False)]
+    "layout",
+    [(0, 1, 1, False), (1, 1, 3, True), (1, 2, 3, True), (2, 1, 1, True), (3, 1, 2, False)],
 )
 def test_kernel_is_its_reference(layout: Any, lower_bound: float | None) -> None:
     """Cells in any order, padding in between, memory that is nobody's full of NaN."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import RingShape
 
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    torch.manual_seed(seed)
-    random.seed(seed)
+    torch.manual_seed(sum(layout))
+    random.seed(sum(layout))
     batch, padding = 6, (1, 4, 5)
     weights, args = layer(lower_bound), inputs(batch)
     windows, states = pool(batch * HEADS + 4)
@@ -84,14 +83,14 @@ def test_kernel_is_its_reference(layout: Any, lower_bound: float | None) -> None
     untouched = torch.ones(len(states), dtype=torch.bool)
     untouched[cells[real]] = False
     wide = KDAWeights(
-        **{name: getattr(weights, name).double() for name in ("conv", "a_log", "dt_bias", "o_norm")},
+        **{
+            name: getattr(weights, name).double() for name in ("conv", "a_log", "dt_bias", "o_norm")
+        },
         eps=weights.eps,
         lower_bound=lower_bound,
     )
     want_windows, want_states = windows.double(), states.double()
-    want = kda_decode_reference(
-        *(x.double() for x in args), wide, want_windows, want_states, cells
-    )
+    want = kda_decode_reference(*(x.double() for x in args), wide, want_windows, want_states, cells)
     alone = windows.clone(), states.clone()
     shape = RingShape(*layout)
     got = run(shape, weights, args, (windows, states), cells)

@@ -148,12 +148,16 @@ def test_features_replace_embeddings_wherever_a_chunk_ends() -> None:
 # ------------------------------------------------------------------ attention residuals
 
 
+def read_weights() -> ReadWeights:
+    weights = ReadWeights(TINY, REFERENCE, dtype=torch.float32, device=CPU)
+    fill(weights)
+    return weights
+
+
 def test_residual_schedule_with_a_partial_last_block() -> None:
     """Rows seen: ceil(l / 2) + 1 before attention, floor(l / 2) + 2 before the MLP."""
     x = torch.randn(3, TINY.hidden_size)
-    stream = AttentionResidualStream(x, TINY)
-    weights = ReadWeights(TINY, REFERENCE, dtype=torch.float32, device=CPU)
-    fill(weights)
+    stream, weights = AttentionResidualStream(x, TINY), read_weights()
     attention, mlp = [], []
     for layer in range(TINY.num_hidden_layers):
         stream.read(weights)
@@ -170,7 +174,7 @@ def test_residual_schedule_with_a_partial_last_block() -> None:
 
 def test_frozen_rows_are_never_written_again() -> None:
     x = torch.randn(3, TINY.hidden_size)
-    stream = AttentionResidualStream(x, TINY)
+    stream, weights = AttentionResidualStream(x, TINY), read_weights()
     frozen: list[torch.Tensor] = []
     for layer in range(TINY.num_hidden_layers):
         stream.begin_layer(layer)
@@ -178,6 +182,7 @@ def test_frozen_rows_are_never_written_again() -> None:
             frozen.append(stream.rows[stream.live - 2].clone())
         for _ in "am":
             stream.add(torch.randn_like(x))
+            stream.read(weights)
     assert torch.equal(frozen[0], x), "the first row is the embedding"
     for row, copy in zip(stream.rows, frozen, strict=False):
         assert torch.equal(row, copy)
@@ -185,12 +190,13 @@ def test_frozen_rows_are_never_written_again() -> None:
 
 def test_a_block_row_is_the_sum_of_its_outputs_without_the_stream_before() -> None:
     x = torch.randn(2, TINY.hidden_size)
-    stream = AttentionResidualStream(x, TINY)
+    stream, weights = AttentionResidualStream(x, TINY), read_weights()
     outputs = [torch.randn_like(x) for _ in range(4)]
     for layer in range(2):
         stream.begin_layer(layer)
-        stream.add(outputs[2 * layer])
-        stream.add(outputs[2 * layer + 1])
+        for y in outputs[2 * layer : 2 * layer + 2]:
+            stream.add(y)
+            stream.read(weights)
     assert torch.allclose(stream.rows[1], sum(outputs[1:], outputs[0]))
 
 
