@@ -24,13 +24,15 @@ def attn_residual(
     fresh: bool = False,
     warps: int | None = None,
     registers: int | None = None,
+    stages: int = 1,
     hints: tuple[str, str] = ("", ""),
     cluster: bool = False,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`.
 
-    The rest is for measurements; ``hints`` are cache modifiers of loads of rows and of the store,
-    ``cluster`` asks for the Gluon kernel.
+    The rest is for measurements; ``stages`` are of rows in shared memory, with 1 the next one is
+    in registers; ``hints`` are cache modifiers of loads of rows and of the store, ``cluster`` asks
+    for the Gluon kernel.
     """
     check_shapes(rows, query, norm_weight, added)
     if rows.stride(-1) != 1 or (added is not None and added.stride(-1) != 1):
@@ -59,6 +61,7 @@ def attn_residual(
         BD=triton.next_power_of_2(d),
         ADDED=added is not None,
         FRESH=fresh,
+        STAGES=stages,
         LOAD=hints[0],
         STORE=hints[1],
         num_warps=warps or (8 if tokens <= _FEW else 4),

@@ -73,14 +73,25 @@ def attn_residual_cases() -> Iterator[Case]:
 def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     """Other launches: where few tokens leave the device empty, and where they fill it."""
     if tokens <= 128:
-        return {"a cluster a token": {"cluster": True}, "16 warps": {"warps": 16}}
+        return {
+            "a cluster a token": {"cluster": True},
+            "all rows on their way at once, 8 warps": {"stages": 9},
+            "all rows on their way at once, 16 warps": {"stages": 9, "warps": 16},
+        }
+    past = {"hints": (".cg", "")}
     return {
-        "rows past L1": {"hints": (".cg", "")},
+        "rows past L1": past,
         "rows past L1, result streamed": {"hints": (".cg", ".cs")},
-        "rows streamed": {"hints": (".cs", ".cs")},
-        "rows past L1, 8 warps of 128 registers": {
-            "hints": (".cg", ""), "warps": 8, "registers": 128,
+        "rows past L1, 8 warps": {**past, "warps": 8},
+        "rows past L1, 3 stages": {**past, "stages": 3},
+        "rows past L1, 4 stages": {**past, "stages": 4},
+        "rows past L1, 4 stages, 8 warps of 128 registers": {
+            **past, "stages": 4, "warps": 8, "registers": 128,
         },
+        "rows past L1, 6 stages, 8 warps of 128 registers": {
+            **past, "stages": 6, "warps": 8, "registers": 128,
+        },
+        "4 stages": {"stages": 4},
         "a cluster a token": {"cluster": True},
     }  # fmt: skip
 

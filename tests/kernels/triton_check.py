@@ -490,6 +490,13 @@ def check_attn_residual() -> Iterator[str]:
             want = attn_residual_reference(rows.double(), query.double(), norm.double(), 1e-5)
             got = attn_residual(rows, query, norm, 1e-5)
             close(f"{dtype} R{depth} D{width}", got, want, bound(dtype))
+            got = attn_residual(rows, query, norm.to(dtype), 1e-5, stages=3)
+            want_narrow = attn_residual_reference(
+                rows.double(), query.double(), norm.to(dtype).double(), 1e-5
+            )
+            close(f"{dtype} R{depth} D{width} staged", got, want_narrow, bound(dtype))
+            got = attn_residual(rows, query, norm.to(dtype), 1e-5)
+            close(f"{dtype} R{depth} D{width} norm ahead", got, want_narrow, bound(dtype))
             if ON_GPU and cluster_takes(rows, query, norm, None):
                 got = attn_residual(rows, query, norm, 1e-5, cluster=True)
                 close(f"{dtype} R{depth} D{width} cluster", got, want, bound(dtype))
