@@ -1,5 +1,5 @@
 """Mixture over depth and the norm that follows it, as one Triton kernel."""
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -62,7 +62,7 @@ def attn_residual_kernel(
     p_last = p_row + tl.full([], R - 1, tl.int64) * s_row + o_d
     if ADDED:
         following = _taken_in(p_last, added + i_n * s_added + o_d, inside, FRESH, LOAD)
-    else:
+    elif STAGES == 1:
         following = tl.load(p_last, mask=inside, other=0.0, cache_modifier=LOAD)
     mixed = tl.zeros([BD], tl.float32)
     highest = float("-inf")
@@ -84,11 +84,12 @@ def attn_residual_kernel(
         else:
             b_norm = tl.load(norm + o_d, mask=inside, other=0.0).to(tl.float32)
     else:
-        x = following.to(tl.float32)
-        mixed, total, highest = _mix_in(x, b_query, mixed, total, highest, eps, D)
-        for r in tl.range(R - 1, num_stages=STAGES):
+        for _ in tl.range(R - 1 if ADDED else R, num_stages=STAGES):
             x = tl.load(p_row + o_d, mask=inside, other=0.0, cache_modifier=LOAD).to(tl.float32)
             p_row += s_row
+            mixed, total, highest = _mix_in(x, b_query, mixed, total, highest, eps, D)
+        if ADDED:
+            x = following.to(tl.float32)
             mixed, total, highest = _mix_in(x, b_query, mixed, total, highest, eps, D)
         b_norm = tl.load(norm + o_d, mask=inside, other=0.0).to(tl.float32)
     mixed /= total
