@@ -7,6 +7,7 @@ import torch
 
 from k3vl.kernels.attn_residual.hopper import cluster_mix, cluster_takes
 from k3vl.kernels.attn_residual.reference import take_in
+from tests.kernels.ptx_on_cpu import Cluster
 
 NAN = float("nan")
 
@@ -73,51 +74,27 @@ def test_what_the_kernel_does_not_take() -> None:
     assert not cluster_takes(torch.zeros(17, 2, 256), w, w, None)
 
 
-def fold_by_hand(rows: int, numbers: list[list[float]]) -> list[float]:
-    """What the text of ``_fold`` computes for one warp, statement by statement."""
-    import re
-
-    from k3vl.kernels.attn_residual.cluster_kernel import _fold
-
-    registers: list[dict[str, float]] = [
-        {f"${1 + i}": column[lane] for i, column in enumerate(numbers)} for lane in range(32)
-    ]
-
-    def value(lane: int, name: str) -> float:
-        return 0.0 if name == "0f00000000" else float(registers[lane][name])
-
-    for statement in re.split(r";\s*", _fold(rows).strip("{} \n")):
-        name, *operands = re.split(r"[ ,]+", statement.strip())
-        if name in (".reg", ""):
-            continue
-        results = []
-        for lane in range(32):
-            mine = registers[lane]
-            if name == "mov.u32":
-                results.append(lane)
-            elif name == "and.b32":
-                results.append(int(mine[operands[1]]) & int(operands[2]))
-            elif name == "setp.ne.u32":
-                results.append(mine[operands[1]] != int(operands[2]))
-            elif name == "selp.f32":
-                results.append(value(lane, operands[1] if mine[operands[3]] else operands[2]))
-            elif name == "shfl.sync.bfly.b32":
-                results.append(registers[lane ^ int(operands[2])][operands[1]])
-            elif name == "add.rn.f32":
-                results.append(value(lane, operands[1]) + value(lane, operands[2]))
-            else:
-                assert name == "mov.f32", statement
-                results.append(value(lane, operands[1]))
-        for lane in range(32):
-            registers[lane][operands[0]] = results[lane]
-    return [registers[lane]["$0"] for lane in range(32)]
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16])
 def test_fold_brings_every_sum_to_its_lane(rows: int) -> None:
     pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.cluster_kernel import FOLD
+
     numbers = [[float(i) for i in torch.randint(0, 100, (32,))] for _ in range(2 * rows)]
-    got = fold_by_hand(rows, numbers)
+    got = Cluster(1, 32).run(FOLD.value[rows - 1], *numbers)
     for i in range(16):
         for first, lane in ((0, i), (rows, 16 + i)):
             assert got[lane] == (sum(numbers[first + i]) if i < rows else 0)
+
+
+def test_exchanges_give_all_threads_the_sums_of_their_lanes() -> None:
+    """Twice, behind barriers of their own; nobody waits for bytes that do not come."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.cluster_kernel import FIRST, FROM_LANE, OPEN, SECOND
+
+    cluster = Cluster(8, 128)
+    room = cluster.run(OPEN.value, [0] * 1024)
+    for text in (FIRST, SECOND):
+        x = [float(i) for i in torch.randint(0, 100, (1024,))]
+        sums = cluster.run(text.value, room, x)
+        assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
+    assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024
