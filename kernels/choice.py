@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.kernels.attn_residual import attn_residual
+from k3vl.kernels.attn_residual import AttnResidualOp, attn_residual
 from k3vl.kernels.gated_mlp import ComposedGatedMLP, glu_linear
 from k3vl.kernels.kda import kda_decode, kda_prefill
 from k3vl.kernels.kda.layer import ComposedKDA
@@ -82,7 +82,7 @@ class Kernels:
     row_independent: bool
     linear: LinearOp
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attn_residual: AttnResidualOp
     kda: KDALayerOp
     mla: MLALayerOp
     latent_moe: LatentMoEOp[FloatExperts]
@@ -115,7 +115,7 @@ def composed_kernels(
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     mla_store: StoreOp,
     mla_values: ValuesOp,
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    attn_residual: AttnResidualOp,
     moe_front: FrontOp,
     route: RouteOp,
     moe_experts: ExpertsOp[FloatExperts],

@@ -19,6 +19,7 @@ import torch
 
 from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.attention_cases import (
+    attn_residual_add_cases,
     attn_residual_cases,
     mla_around_cases,
     mla_decode_cases,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "kda_decode": decode_cases,
     "attn_residual": attn_residual_cases,
+    "attn_residual_add": attn_residual_add_cases,
     "kda_prefill": prefill_cases,
     "mla_decode": mla_decode_cases,
     "mla_around": mla_around_cases,
@@ -127,7 +129,13 @@ def run(
         # Where the reference is too much work, they are compared with ours.
         against = got if want is None else want
         for name, variant in case.variants.items():
-            if not ceilings or not case.compared or _agrees(case, name, variant, against):
+            # A prepared one compares itself.
+            if (
+                isinstance(variant, Peer)
+                or not ceilings
+                or not case.compared
+                or _agrees(case, name, variant, against)
+            ):
                 everybody[f"k3vl, {name}"] = variant
     if peers:
         everybody.update(case.peers)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from k3vl.kernels.bench import sglang_kda
-from k3vl.kernels.bench.case import Case, Peer, Work, normal
+from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
+from k3vl.kernels.kda.hopper import RingShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ _PREFILL_VARIANTS = tuple(
         (64, 4, 4, 168),
         (64, 4, 2, 168),
         (128, 8, 3, 168),
+    )
+)
+RINGS = tuple(
+    RingShape(programs, groups, stages, keep, registers, store)
+    for programs, groups, stages, keep, registers, store in (
+        (0, 1, 1, False, 168, ""),
+        (3, 1, 1, False, 168, ""),
+        (2, 1, 1, True, None, ""),
+        (1, 1, 3, True, None, ""),
+        (1, 2, 3, True, None, ""),
+        (1, 2, 3, True, None, ".cs"),
+        (0, 1, 1, False, 168, ".cs"),
     )
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -97,12 +110,41 @@ def decode_cases() -> Iterator[Case]:
             # states and windows both ways; qkv, gate, decay in; output
             bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
             flops=batch * heads * 8 * _K * _K,
-            variants={"64 value channels a tile": partial(step, tile=64)},
+            variants=_decode_variants(args, weights, (windows, states), fresh, cells),
             peers={
                 **_decode_peers(batch, heads, args, weights),
                 **sglang_kda.decode_peers(args, weights, *fresh, cells),
             },
         )
+
+
+def _decode_variants(
+    args: Inputs,
+    weights: KDAWeights,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    fresh: tuple[torch.Tensor, torch.Tensor],
+    cells: torch.Tensor,
+) -> dict[str, Peer]:
+    """Other launches, compared with the default one in all that they write."""
+
+    def prepare(how: dict[str, Any]) -> Work:
+        def result() -> torch.Tensor:
+            ours, theirs = ((fresh[0].clone(), fresh[1].clone()) for _ in range(2))
+            kda_decode(*args, weights, *ours, cells)
+            got = kda_decode(*args, weights, *theirs, cells, **how)
+            error = ratio_of_norms(theirs[1], ours[1])
+            assert error < 1e-5, f"states wrong by {error:.1e}"
+            assert torch.equal(theirs[0], ours[0]), "wrong windows"
+            return got
+
+        return Work(partial(kda_decode, *args, weights, *pool, cells, **how), result)
+
+    ways: dict[str, dict[str, Any]] = {
+        "states evicted first": {"hints": ("evict_first", "")},
+        "states streamed": {"hints": ("evict_first", ".cs")},
+        **{str(ring): {"ring": ring} for ring in RINGS},
+    }
+    return {name: Peer(partial(prepare, how)) for name, how in ways.items()}
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:

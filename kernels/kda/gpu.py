@@ -11,6 +11,7 @@ import triton.language as tl
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.kda import check_shapes
+from k3vl.kernels.kda.hopper import RingShape, ring_step
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
@@ -65,8 +66,14 @@ def kda_decode(
     tile: int = 128,
     warps: int = 4,
     registers: int | None = None,
+    hints: tuple[str, str] = ("", ""),
+    ring: RingShape | None = None,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`."""
+    """See :func:`k3vl.kernels.kda.kda_decode`.
+
+    The rest is for measurements; ``hints`` are how the states' loads are evicted from the caches
+    and which way their stores take through them, ``ring`` asks for the Gluon kernel.
+    """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -75,6 +82,10 @@ def kda_decode(
     if not batch:
         return out
     early = begins_early(qkv)
+    if ring is not None:
+        args = (qkv, gate, decay, write, weights, windows, states, cells, out)
+        ring_step(*args, ring)
+        return out
     kda_step_kernel[(batch * heads,)](
         qkv,
         gate,
@@ -103,6 +114,8 @@ def kda_decode(
         W=width,
         BOUNDED=weights.lower_bound is not None,
         PDL=early,
+        LOAD=hints[0],
+        STORE=hints[1],
         num_warps=warps,
         maxnreg=registers,
         launch_pdl=early,

@@ -14,10 +14,13 @@ import random
 import threading
 import time
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.language import constexpr
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
@@ -62,6 +65,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.tensor.permute(order))
 
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.tensor.view(shape))
+
     def load(self, _layout: Any) -> torch.Tensor:
         return self.tensor.clone()
 
@@ -88,15 +94,17 @@ class Product:
 
 
 class Descriptor:
-    """Of blocks of a matrix; outside of it they have zeros."""
+    """Of blocks of a tensor; outside of it they have zeros."""
 
-    def __init__(self, tensor: torch.Tensor, block: tuple[int, int]) -> None:
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
         self.tensor, self.block = tensor, block
 
-    def read(self, row: int, column: int) -> torch.Tensor:
+    def read(self, *begins: int) -> torch.Tensor:
         whole = torch.zeros(self.block, dtype=self.tensor.dtype)
-        part = self.tensor[row : row + self.block[0], column : column + self.block[1]]
-        whole[: part.shape[0], : part.shape[1]] = part
+        part = self.tensor
+        for axis, (begin, size) in enumerate(zip(begins, self.block, strict=True)):
+            part = part.narrow(axis, begin, min(size, part.shape[axis] - begin))
+        whole[tuple(slice(size) for size in part.shape)] = part
         return whole
 
 
@@ -141,6 +149,9 @@ class _Language(ModuleType):
     int32, int64 = torch.int32, torch.int64
     float32, bfloat16 = torch.float32, torch.bfloat16
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
+    exp, log = staticmethod(torch.exp), staticmethod(torch.log)
+    abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
+    reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
     static_range = range
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
@@ -185,6 +196,10 @@ class _Language(ModuleType):
     where = staticmethod(torch.where)
 
     @staticmethod
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.unbind(-1)
+
+    @staticmethod
     def max(x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.amax(axis)
 
@@ -202,7 +217,7 @@ class _Language(ModuleType):
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
 
     @staticmethod
-    def store(at: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+    def store(at: Pointer, value: torch.Tensor, mask: Any = None, cache_modifier: str = "") -> None:
         flat, where, live = at.cells(mask)
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
@@ -243,10 +258,11 @@ def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
             barrier.change(arrived=1)
 
 
-def _arrive(barrier: Barrier, count: int) -> None:
+def _arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
     time.sleep(random.choice((0, 0, 1e-3)))
-    with _meeting:
-        barrier.change(arrived=count)
+    if pred:
+        with _meeting:
+            barrier.change(arrived=count)
 
 
 def _wait(barrier: Barrier, phase: Any) -> None:
@@ -289,10 +305,17 @@ def _finish(outstanding: int, deps: list[Product]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    stand_ins: Mapping[str, Any] | None = None,
+    **constants: Any,
+) -> None:
     """Run ``kernel`` for every program of ``grid``, one after another.
 
-    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks.
+    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks, ``stand_ins`` for
+    the kernel's helpers in machine language, by name.
     """
     scope = {
         name: value.value if isinstance(value, constexpr) else value
@@ -315,4 +338,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         for name, value in scope.items():
             if isinstance(getattr(value, "fn", None), FunctionType):
                 names[name] = FunctionType(value.fn.__code__, names, name)
+        names.update(stand_ins or {})
         names[kernel.fn.__name__](*pointers, **constants)

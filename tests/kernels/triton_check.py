@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
-from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.attn_residual.hopper import cluster_takes
+from k3vl.kernels.attn_residual.reference import attn_residual_reference, take_in
+from k3vl.kernels.bench.kda_cases import RINGS
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import (
@@ -165,6 +167,26 @@ def kda_weights_like(weights: KDAWeights) -> KDAWeights:
         eps=weights.eps,
         lower_bound=weights.lower_bound,
     )
+
+
+def check_kda_decode_rings() -> Iterator[str]:
+    """The Gluon kernel, which no interpreter runs: with padding, and state for state."""
+    if not ON_GPU:
+        yield "not here"
+        return
+    for ring in RINGS:
+        heads, key, batch = 96, 128, 17
+        weights, args = kda_weights(heads, key), kda_inputs(batch, heads, key, torch.bfloat16)
+        windows, states = pool(batch * heads, key, torch.bfloat16)
+        cells = torch.randperm(batch * heads, device=DEVICE).view(batch, heads)
+        cells[[3, 16]] = -1
+        mine = windows.clone(), states.clone()
+        want = kda_decode(*args, weights, windows, states, cells)
+        got = kda_decode(*args, weights, *mine, cells, ring=ring)
+        close(f"{ring}", got, want.double(), HALF)
+        close(f"{ring} states", mine[1], states.double(), EXACT)
+        assert torch.equal(mine[0], windows)
+        yield f"{ring}"
 
 
 def check_kda_decode_padding() -> Iterator[str]:
@@ -471,6 +493,29 @@ def check_attn_residual() -> Iterator[str]:
             want = attn_residual_reference(rows.double(), query.double(), norm.double(), 1e-5)
             got = attn_residual(rows, query, norm, 1e-5)
             close(f"{dtype} R{depth} D{width}", got, want, bound(dtype))
+            got = attn_residual(rows, query, norm.to(dtype), 1e-5, stages=3)
+            want_narrow = attn_residual_reference(
+                rows.double(), query.double(), norm.to(dtype).double(), 1e-5
+            )
+            close(f"{dtype} R{depth} D{width} staged", got, want_narrow, bound(dtype))
+            got = attn_residual(rows, query, norm.to(dtype), 1e-5)
+            close(f"{dtype} R{depth} D{width} norm ahead", got, want_narrow, bound(dtype))
+            if ON_GPU and cluster_takes(rows, query, norm, None):
+                got = attn_residual(rows, query, norm, 1e-5, cluster=True)
+                close(f"{dtype} R{depth} D{width} cluster", got, want, bound(dtype))
+            for fresh in (False, True):
+                added = normal(tokens, width + 8, dtype=dtype)[:, :width]
+                taken, mine = rows.clone(), rows.clone()
+                if fresh:
+                    mine[-1] = float("nan")
+                take_in(taken, added, fresh=fresh)
+                got = attn_residual(mine, query, norm, 1e-5, added, fresh=fresh)
+                if ON_GPU or dtype == torch.float32:
+                    assert torch.equal(mine, taken), "rows"
+                else:  # the interpreter cuts bits off where it should round
+                    close("rows", mine, taken.double(), bound(dtype))
+                want = attn_residual_reference(taken.double(), query.double(), norm.double(), 1e-5)
+                close(f"{dtype} R{depth} D{width} added", got, want, bound(dtype))
         yield f"{dtype}"
 
 
@@ -588,7 +633,12 @@ def check_prefill_pass() -> Iterator[str]:
 
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
-    "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
+    "kda_decode": (
+        check_kda_decode,
+        check_kda_decode_rings,
+        check_kda_decode_padding,
+        check_kda_decode_large_slots,
+    ),
     "kda_prefill": (check_kda_prefill, check_kda_snapshots),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
