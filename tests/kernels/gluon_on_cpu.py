@@ -103,7 +103,8 @@ class Descriptor:
         whole = torch.zeros(self.block, dtype=self.tensor.dtype)
         part = self.tensor
         for axis, (begin, size) in enumerate(zip(begins, self.block, strict=True)):
-            part = part.narrow(axis, begin, min(size, part.shape[axis] - begin))
+            end = part.shape[axis]
+            part = part.narrow(axis, min(begin, end), min(size, max(end - begin, 0)))
         whole[tuple(slice(size) for size in part.shape)] = part
         return whole
 
