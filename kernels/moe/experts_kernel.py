@@ -13,6 +13,7 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 DECODE = tl.constexpr("""
 {
@@ -262,7 +263,7 @@ def down_mxfp4_kernel(
 
 @triton.jit
 def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.constexpr,
-                   NORM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   NORM: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Sum of a token's K outputs by their weights, rounded, then RMSNorm; one program a token.
 
     y [N K, WIDTH]; weights [N, K] float32; norm [WIDTH]; out [N, WIDTH].
@@ -271,6 +272,8 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
+    if OVERLAP:
+        gdc_wait()
     for j in tl.static_range(K):  # in a loop a load would wait for the one before
         row = tl.load(y + (n * K + j) * WIDTH + o_d, live, 0).to(tl.float32)
         total += tl.load(weights + n * K + j) * row

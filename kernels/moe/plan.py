@@ -53,16 +53,20 @@ class ExpertPlan:
         return self.order, tiles.expert, tiles.first, tiles.end, tiles.count
 
 
-def most_tiles(pairs: int, experts: int) -> dict[int, int]:
-    """How many tiles of a width there can be; widths without any are missing."""
+def most_tiles(tokens: int, top_k: int, experts: int) -> dict[int, int]:
+    """How many tiles of a width there can be; widths without any are missing.
+
+    A token's choices differ, so an expert has no more pairs than there are tokens.
+    """
+    pairs = tokens * top_k
     bounds = {
-        16: min(experts, pairs),
-        32: min(experts, pairs // 17),
-        64: min(experts, pairs // 33),
-        FULL: pairs // FULL + min(experts, pairs // 65),
-        FULL + JOINED: min(experts, pairs // (FULL + 1)),
+        16: (1, min(experts, pairs)),
+        32: (17, min(experts, pairs // 17)),
+        64: (33, min(experts, pairs // 33)),
+        FULL: (65, pairs // FULL + min(experts, pairs // 65)),
+        FULL + JOINED: (FULL + 1, min(experts, pairs // (FULL + 1))),
     }
-    return {width: bound for width, bound in bounds.items() if bound}
+    return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
 def tiles_of(counts: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -83,7 +87,7 @@ def plan_experts(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
     Args:
-        experts: [N, k] integer indices.
+        experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
 
     Returns:
@@ -94,7 +98,8 @@ def plan_experts(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
     every = torch.arange(num_experts + 1, device=flat.device)
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
-    bounds = most_tiles(flat.numel(), num_experts)
+    tokens, top_k = experts.shape
+    bounds = most_tiles(tokens, top_k, num_experts)
     tiles = {}
     for width, needed in tiles_of(counts).items():
         if width not in bounds:

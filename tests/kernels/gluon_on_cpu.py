@@ -3,7 +3,8 @@
 What is asynchronous happens as late as it may, and until then nobody may rely on it: a copy leaves
 NaN in its target until somebody waits for its barrier, and a product reads its operands only when
 it is waited for. Warp groups are threads that meet at barriers alone, and are held up at random.
-What depends on the order of warps inside a group, or on layouts, this cannot show.
+What depends on the order of warps inside a group, or on layouts, this cannot show. Machine code
+runs on an imitation of its instructions (``ptx_on_cpu.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.kernels.ptx_on_cpu import run_ptx, signed
 
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
@@ -31,6 +34,13 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.tensor, self.at + offset)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.tensor, self.at[index])
+
+    def to(self, _dtype: torch.dtype) -> int:
+        """As a number that only hints to a cache are given."""
+        return 0
 
     def cells(self, mask: Any) -> tuple[torch.Tensor, Any, Any]:
         """All memory in a row, indices into it, and which of them count."""
@@ -190,7 +200,9 @@ class _Language(ModuleType):
         return x
 
     @staticmethod
-    def load(at: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    def load(
+        at: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = ""
+    ) -> torch.Tensor:
         flat, where, live = at.cells(mask)
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
 
@@ -199,6 +211,35 @@ class _Language(ModuleType):
         flat, where, live = at.cells(mask)
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
+
+    @staticmethod
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., 0], x[..., 1]
+
+    broadcast = staticmethod(torch.broadcast_tensors)
+
+    @staticmethod
+    def inline_asm_elementwise(
+        code: Any,
+        constraints: Any,
+        args: list[Any],
+        *,
+        dtype: torch.dtype,
+        is_pure: bool,
+        pack: int,
+    ) -> torch.Tensor | None:
+        """Every row of [threads, pack] is a thread's; what controls a launch or a cache is left."""
+        text, kinds = (getattr(x, "value", x) for x in (code, constraints))
+        if not is_pure:
+            return None
+        assert all(x.shape[1] == pack for x in args)
+        assert kinds.split(",").count("=f") == pack
+        registers = [x[:, i] for x in args for i in range(pack)]
+        assert len(kinds.split(",")) == pack + len(registers)
+        bits = (x if x.dtype == torch.float32 else x.long() & 0xFFFFFFFF for x in registers)
+        got = run_ptx(text, dict(enumerate(bits, pack)))
+        out = torch.stack([got[f"${i}"] for i in range(pack)], 1)
+        return out if dtype == torch.float32 else signed(out)
 
     @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
@@ -223,6 +264,17 @@ class _Language(ModuleType):
             thread.join()
         if failures:
             raise failures[0]
+
+
+class _OfTriton:
+    """Of ``triton.language`` what functions of it use that Gluon kernels call."""
+
+    PropagateNan = SimpleNamespace(ALL=None)
+    exp = staticmethod(torch.exp)
+
+    @staticmethod
+    def minimum(a: torch.Tensor, b: float, _nan: None) -> torch.Tensor:
+        return torch.minimum(a, torch.tensor(b))
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -293,6 +345,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                     "fence_async_shared": lambda: None,
                     "warpgroup_mma": _product,
                     "warpgroup_mma_wait": _finish,
+                    "tl": _OfTriton,
                 }  # fmt: skip
                 for name, value in scope.items():
                     if isinstance(getattr(value, "fn", None), FunctionType):

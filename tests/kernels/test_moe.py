@@ -28,7 +28,7 @@ def test_tiles_cover_every_pair_once(counts: list[int], seed: int) -> None:
     chosen = chosen[torch.randperm(len(chosen), generator=generator)].view(-1, 1)
     plan = plan_experts(chosen, len(counts))
     assert plan.order.sort().values.tolist() == list(range(len(chosen)))
-    bounds = most_tiles(len(chosen), len(counts))
+    bounds = most_tiles(len(chosen), 1, len(counts))
     seen = []
     for width, tiles in plan.tiles.items():
         assert int(tiles.count) <= bounds[width] == len(tiles.expert)
