@@ -119,7 +119,7 @@ def few_products(
             order=plan.order, tiles={w: t for w, t in plan.tiles.items() if w != WIDTH}
         )
     else:
-        chosen = plan.view(-1)
+        chosen = plan.reshape(-1)
         lists, wide = (chosen,) * 5, None
         tiles, halves = pairs, 1
     alone = wide is None

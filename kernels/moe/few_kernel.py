@@ -98,6 +98,8 @@ PRODUCT = gl.constexpr(_product(split=False))
 PRODUCT_SPLIT = gl.constexpr(_product(split=True))
 """The same for tokens that lie split by n, then j, as the first product writes them."""
 REGISTERS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8 + ["r"] * 80))
+STAY = gl.constexpr("bar.warp.sync -1; // dummy $0")
+"""Loads in front of it stay there; else the assembler puts them where their results are needed."""
 WAIT = gl.constexpr("griddepcontrol.wait; // dummy $0")
 GO_ON = gl.constexpr("griddepcontrol.launch_dependents; // dummy $0")
 FETCH = gl.constexpr("""
@@ -216,6 +218,7 @@ def _rows_times_tokens(
             acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
             at = (k + i + DEPTH) * 16
             later = later + (_words(a_at + at, BELOW, WARPS), _words(b_at + at, BELOW, WARPS))
+            _control(STAY)
         words = later
         groups = coming
     for i in gl.static_range(DEPTH):

@@ -13,6 +13,7 @@ from k3vl.kernels.choice import triton_kernels
 from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.experts import FloatExperts
+from k3vl.kernels.moe.few import FewShapes, can_take
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
     moe_experts_gpu,
@@ -113,6 +114,12 @@ def check_experts(
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
+    if ON_GPU and can_take(packed, FewShapes()):
+        for overlap in (True, False):
+            cut = FewShapes(overlap=overlap)
+            want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
+            got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm, 1e-5, few=cut)
+            close(f"few, overlap {overlap}, {what}", got, want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
