@@ -105,7 +105,13 @@ _FEW = {
     "in w4 d2, back w2 d2, fetched ahead": FewShapes(
         gate_up=Few(depth=2, ahead=True), down=Few(warps=2, depth=2, ahead=True)
     ),
+    "in w4 d2, back w2 d2, together": FewShapes(
+        gate_up=Few(depth=2, together=True), down=Few(warps=2, depth=2, together=True)
+    ),
     "in w4 d4, back w4 d4": FewShapes(gate_up=Few(depth=4), down=Few(depth=4)),
+    "w1 d3 staged": FewShapes(
+        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=1, depth=3, staged=True)
+    ),
 }
 _FEW_ALONE = {
     "in w4 d2, back w2 d2, no overlap": FewShapes(
@@ -120,6 +126,9 @@ _FEW_ALONE = {
     ),
     "in w4 p4 d1, back w4 p4 d3": FewShapes(
         gate_up=Few(parts=4, depth=1), down=Few(parts=4, depth=3)
+    ),
+    "w1 d4 staged": FewShapes(
+        gate_up=Few(warps=1, depth=4, staged=True), down=Few(warps=1, depth=4, staged=True)
     ),
     "in w4 d1, back w2 d4, fetched ahead": FewShapes(
         gate_up=Few(depth=1, ahead=True), down=Few(warps=2, depth=4, ahead=True)

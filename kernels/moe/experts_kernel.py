@@ -344,8 +344,8 @@ def route_sorted_kernel(
 @triton.jit
 def plan_kernel(
     experts, order, tile_expert, tile_first, tile_end, tile_count, M,
-    PAIRS: tl.constexpr, E: tl.constexpr, NUM_WIDTHS: tl.constexpr, BY_PAIR: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    PAIRS: tl.constexpr, E: tl.constexpr, NUM_WIDTHS: tl.constexpr, NARROW: tl.constexpr,
+    BY_PAIR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``plan_experts`` for few pairs in one launch: a program does one expert's share.
 
@@ -371,24 +371,25 @@ def plan_kernel(
     every = tl.where(o_e < E, every, 0)
     for n in tl.static_range(NUM_WIDTHS):
         # The same rule for all experts, to know this one's place, and for this one.
-        all_tiles = _tiles_of(every, n)
+        all_tiles = _tiles_of(every, n, NARROW)
         tl.store(tile_count + n, tl.sum(all_tiles), tl.program_id(0) == 0)
         place = n * M + tl.sum(tl.where(o_e < e, all_tiles, 0))
         begins = start + _behind(count, n)
-        for i in range(_tiles_of(count, n)):
+        for i in range(_tiles_of(count, n, NARROW)):
             tl.store(tile_expert + place + i, e)
-            tl.store(tile_first + place + i, begins + i * 128)
+            tl.store(tile_first + place + i, begins + i * (NARROW if n == 0 else 128))
             tl.store(tile_end + place + i, start + count)
 
 
 @triton.jit
-def _tiles_of(count, NTH: tl.constexpr):
+def _tiles_of(count, NTH: tl.constexpr, NARROW: tl.constexpr):
     """``plan.tiles_of`` for the NTH of the five widths."""
     rest = count % 128
     full = count // 128
     joined = ((full > 0) & (rest > 0) & (rest <= 32)).to(tl.int32)
     if NTH == 0:
         tiles = ((full == 0) & (rest > 0) & (rest <= 16)).to(tl.int32)
+        tiles *= (rest + NARROW - 1) // NARROW
     elif NTH == 1:
         tiles = ((full == 0) & (rest > 16) & (rest <= 32)).to(tl.int32)
     elif NTH == 2:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.moe.plan import ExpertPlan
+from k3vl.kernels.moe.plan import EIGHT, ExpertPlan
 from k3vl.kernels.moe.separate import separate_down, separate_gate_up
 from k3vl.kernels.situ import SituGLU, caps
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
-
-WIDTH, PAIRS = 16, 8
-"""Of the tiles that are taken, and pairs of a program."""
 
 _STEP_COLUMNS = 128
 
@@ -37,6 +34,8 @@ class Few:
         parts: groups of warps that share a block of rows, each with its share of the columns.
         depth: steps of 128 columns whose weights are under way.
         registers: of a thread at most; None: as many as it takes.
+        together: those of ``depth`` steps are asked for at once.
+        staged: those lie in shared memory, not in registers.
         ahead: bring all of a program's weights into the L2 cache by one instruction at its start.
     """
 
@@ -44,6 +43,8 @@ class Few:
     parts: int = 1
     depth: int = 2
     registers: int | None = None
+    together: bool = False
+    staged: bool = False
     ahead: bool = False
 
     def fits(self, features: int, columns: int) -> bool:
@@ -52,7 +53,7 @@ class Few:
         return (
             features % (self.warps // self.parts) == 0
             and columns % _STEP_COLUMNS == 0
-            and steps % (self.parts * self.depth) == 0
+            and steps % (self.parts * (1 if self.staged else self.depth)) == 0
         )
 
 
@@ -88,8 +89,8 @@ def few_products(
 
     Args:
         x: [N, L] bfloat16.
-        plan: of its pairs; or the experts of a single token, [1, k] int64: there every pair is a
-            tile, and nothing needs to be planned.
+        plan: of its pairs, with tiles of EIGHT; or the experts of a single token, [1, k] int64,
+            where every pair is a tile and nothing needs to be planned.
         stored: the experts; see :func:`can_take`.
         activation: theirs.
         top_k: experts a token.
@@ -113,20 +114,21 @@ def few_products(
     outputs = x.new_empty(pairs, latent)
     x = x.contiguous()
     if isinstance(plan, ExpertPlan):
-        lists: tuple[torch.Tensor, ...] = plan.lists(WIDTH)
-        tiles, halves = plan.tiles[WIDTH].expert.numel(), WIDTH // PAIRS
+        lists: tuple[torch.Tensor, ...] = plan.lists(EIGHT)
+        tiles = plan.tiles[EIGHT].expert.numel()
         wide = ExpertPlan(
-            order=plan.order, tiles={w: t for w, t in plan.tiles.items() if w != WIDTH}
+            order=plan.order, tiles={w: t for w, t in plan.tiles.items() if w != EIGHT}
         )
     else:
         chosen = plan.reshape(-1)
         lists, wide = (chosen,) * 5, None
-        tiles, halves = pairs, 1
+        tiles = pairs
     alone = wide is None
-    overlap = shapes.overlap and alone
+    # Of the launches that overlap each waits for the one before, and so for all before that.
+    overlap = shapes.overlap and not (wide and wide.tiles)
     shape = shapes.gate_up
     start(
-        gate_up_few_kernel, (inner // 16 // (shape.warps // shape.parts), tiles, halves),
+        gate_up_few_kernel, (inner // 16 // (shape.warps // shape.parts), tiles),
         x.view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), *lists, hidden, top_k,
         *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
         **_constants(shape, alone=alone, overlap=overlap), num_warps=shape.warps,
@@ -136,7 +138,7 @@ def few_products(
         separate_gate_up(x, wide, stored, activation, top_k, hidden)
     shape = shapes.down
     start(
-        down_few_kernel, (latent // 32 // (shape.warps // shape.parts), tiles, halves),
+        down_few_kernel, (latent // 32 // (shape.warps // shape.parts), tiles),
         hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), *lists, outputs,
         INNER=inner, WIDTH=latent, **_constants(shape, alone=alone, overlap=overlap),
         num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=overlap,
@@ -151,6 +153,8 @@ def _constants(shape: Few, *, alone: bool, overlap: bool) -> dict[str, int | boo
         "WARPS": shape.warps,
         "PARTS": shape.parts,
         "DEPTH": shape.depth,
+        "TOGETHER": shape.together,
+        "STAGED": shape.staged,
         "AHEAD": shape.ahead,
         "ALONE": alone,
         "OVERLAP": overlap,

@@ -13,6 +13,11 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
+    async_copy_global_to_shared,
+    commit_group,
+    wait_group,
+)
 
 from k3vl.kernels.situ.glu_kernel import activated
 
@@ -177,7 +182,7 @@ def _step(
 def _rows_times_tokens(
     w, scale, x, row_a, row_b, token,
     WORDS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, DEPTH: gl.constexpr,
-    SPLIT: gl.constexpr, WAITS: gl.constexpr,
+    TOGETHER: gl.constexpr, STAGED: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them.
 
@@ -186,22 +191,45 @@ def _rows_times_tokens(
     t, e = _threads(WARPS, 8)
     q = t % 4
     STEPS: gl.constexpr = WORDS // 16 // PARTS
+    AT_ONCE: gl.constexpr = 1 if STAGED else DEPTH
     part = t // 32 // (WARPS // PARTS) * STEPS
     a_at = (w + row_a * WORDS + part * 16 + 4 * q)[:, None]
     b_at = (w + row_b * WORDS + part * 16 + 4 * q)[:, None]
-    sa_at = (scale + row_a * (WORDS // 16) + part + q % DEPTH)[:, None]
-    sb_at = (scale + row_b * (WORDS // 16) + part + q % DEPTH)[:, None]
+    sa_at = (scale + row_a * (WORDS // 16) + part + q % AT_ONCE)[:, None]
+    sb_at = (scale + row_b * (WORDS // 16) + part + q % AT_ONCE)[:, None]
     if SPLIT:
         x_at = (x + token * (WORDS * 4) + part * 8 + 2 * q)[:, None] + (
             e // 2 * (WORDS // 2) + e % 2
         )[None, :]
     else:
         x_at = (x + token * (WORDS * 4) + (part * 4 + q) * 16)[:, None] + e[None, :]
-    BELOW: gl.constexpr = 8 * WORDS
     select = (q * 0x0101 + 0x4040)[:, None]
     acc = gl.zeros(
         [32 * WARPS, 8], gl.float32, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     )
+    if STAGED:
+        acc = _staged_steps(
+            acc, a_at, b_at, sa_at, sb_at, x_at, select, STEPS, WORDS, WARPS, DEPTH, SPLIT, WAITS
+        )
+    else:
+        acc = _steps(
+            acc, a_at, b_at, sa_at, sb_at, x_at, select,
+            STEPS, WORDS, WARPS, DEPTH, TOGETHER, SPLIT, WAITS,
+        )  # fmt: skip
+    if PARTS > 1:
+        acc = gl.sum(acc.reshape([PARTS, 32 * WARPS // PARTS, 8]), axis=0)
+    return acc
+
+
+@gluon.jit
+def _steps(
+    acc, a_at, b_at, sa_at, sb_at, x_at, select,
+    STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    TOGETHER: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """All steps of 128 columns; words of the next DEPTH lie in registers or are on their way."""
+    BELOW: gl.constexpr = 8 * WORDS
+    t, _e = _threads(WARPS, 8)
     words = ()
     for i in gl.static_range(DEPTH):
         words = words + (
@@ -218,14 +246,64 @@ def _rows_times_tokens(
             acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
             at = (k + i + DEPTH) * 16
             later = later + (_words(a_at + at, BELOW, WARPS), _words(b_at + at, BELOW, WARPS))
-            _control(STAY)
+            if not TOGETHER:
+                _control(STAY)
         words = later
         groups = coming
     for i in gl.static_range(DEPTH):
         lane = (t % 32 // 4 * 4 + i)[:, None]
         acc = _step(acc, words, i, groups, x_at, STEPS - DEPTH, select, lane, SPLIT, WORDS)
-    if PARTS > 1:
-        acc = gl.sum(acc.reshape([PARTS, 32 * WARPS // PARTS, 8]), axis=0)
+    return acc
+
+
+@gluon.jit
+def _copy_words(room, slot, a_at, b_at, k, STEPS: gl.constexpr, BELOW: gl.constexpr,
+                WARPS: gl.constexpr):  # fmt: skip
+    """Begin to copy the words of step ``k``, if there is one, to a slot of shared memory."""
+    t, e = _threads(WARPS, 8)
+    live = (t >= 0)[:, None] & (e >= 0)[None, :] & (k < STEPS)
+    offset = (e // 4 * BELOW + e % 4)[None, :] + k * 16
+    async_copy_global_to_shared(
+        room.index(2 * slot), a_at + offset, mask=live, cache_modifier=".cg"
+    )
+    async_copy_global_to_shared(
+        room.index(2 * slot + 1), b_at + offset, mask=live, cache_modifier=".cg"
+    )
+    commit_group()
+
+
+@gluon.jit
+def _staged_steps(
+    acc, a_at, b_at, sa_at, sb_at, x_at, select,
+    STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    SPLIT: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """The same; words of the next DEPTH steps are on their way to slots of shared memory.
+
+    A thread reads nothing but what it has copied itself.
+    """
+    BELOW: gl.constexpr = 8 * WORDS
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
+    # Halves of 16 bytes change places every four rows: eight threads then reach all banks.
+    room = gl.allocate_shared_memory(
+        gl.int32, [2 * DEPTH, 32 * WARPS, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
+    )
+    t, _e = _threads(WARPS, 8)
+    lane = (t % 32 // 4 * 4)[:, None]
+    for i in gl.static_range(DEPTH):
+        _copy_words(room, i, a_at, b_at, i, STEPS, BELOW, WARPS)
+    groups = _scales(sa_at, sb_at, 0, BELOW // 16)
+    if WAITS:
+        _control(WAIT)
+    slot = 0
+    for k in range(STEPS):
+        coming = _scales(sa_at, sb_at, gl.minimum(k + 1, STEPS - 1), BELOW // 16)
+        wait_group(DEPTH - 1)
+        words = (room.index(2 * slot).load(L), room.index(2 * slot + 1).load(L))
+        acc = _step(acc, words, 0, groups, x_at, k, select, lane, SPLIT, WORDS)
+        _copy_words(room, slot, a_at, b_at, k + DEPTH, STEPS, BELOW, WARPS)
+        slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
+        groups = coming
     return acc
 
 
@@ -233,8 +311,8 @@ def _rows_times_tokens(
 def gate_up_few_kernel(
     x, w, scale, order, experts, tile_first, tile_end, tile_count, out, top_k, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr,
-    ALONE: gl.constexpr, OVERLAP: gl.constexpr,
+    PARTS: gl.constexpr, DEPTH: gl.constexpr, TOGETHER: gl.constexpr, STAGED: gl.constexpr,
+    AHEAD: gl.constexpr, ALONE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 16 features a group of PARTS warps and eight pairs.
 
@@ -245,48 +323,44 @@ def gate_up_few_kernel(
         _control(GO_ON)
     tile = gl.program_id(1)
     if ALONE:
-        expert, first, count = gl.load(experts + tile), tile, 1
+        first, end = tile, tile + 1
     else:
         if tile >= gl.load(tile_count):
             return
-        expert = gl.load(experts + tile)
-        first = gl.load(tile_first + tile) + 8 * gl.program_id(2)
-        count = gl.load(tile_end + tile) - first
-        if count <= 0:
-            return
+        first = gl.load(tile_first + tile)
+        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    ROWS: gl.constexpr = 16 * (WARPS // PARTS)
+    row = gl.load(experts + tile).to(gl.int64) * (2 * INNER) + gl.program_id(0) * ROWS
     if AHEAD:
-        ROWS: gl.constexpr = 16 * (WARPS // PARTS)
-        at = w + (expert.to(gl.int64) * (2 * INNER) + gl.program_id(0) * ROWS) * (WIDTH // 8)
-        _fetch(at, ROWS * WIDTH // 2)
-        _fetch(at + INNER * (WIDTH // 8), ROWS * WIDTH // 2)
-    t, _e = _threads(WARPS, 8)
-    group = t // 32 % (WARPS // PARTS)
-    feature = (gl.program_id(0) * (WARPS // PARTS) + group) * 16 + t % 32 // 4
-    row = expert.to(gl.int64) * (2 * INNER) + feature
-    if ALONE:
-        token = (tile // top_k + 0 * t).to(gl.int64)
-    else:
-        token = (gl.load(order + first + gl.minimum(t % 32 // 4, count - 1)) // top_k).to(gl.int64)
-    acc = _rows_times_tokens(
-        w, scale, x, row, row + INNER, token, WIDTH // 8, WARPS, PARTS, DEPTH, False, False
-    )
+        _fetch(w + row * (WIDTH // 8), ROWS * WIDTH // 2)
+        _fetch(w + (row + INNER) * (WIDTH // 8), ROWS * WIDTH // 2)
     THREADS: gl.constexpr = 32 * WARPS // PARTS
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    t, _e = _threads(WARPS, 8)
+    own = row + t // 32 % (WARPS // PARTS) * 16 + t % 32 // 4
+    pair = gl.minimum(first + t % 32 // 4, end - 1)
+    if not ALONE:
+        pair = gl.load(order + pair)
+    token = (pair // top_k).to(gl.int64)
+    acc = _rows_times_tokens(
+        w, scale, x, own, own + INNER, token,
+        WIDTH // 8, WARPS, PARTS, DEPTH, TOGETHER, STAGED, False, False,
+    )  # fmt: skip
     gate, up = gl.split(acc.reshape([THREADS, 2, 4]).permute((0, 2, 1)))
     y = activated(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     y = gl.convert_layout(y, L)
     t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]
     e = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-    pair = t % 4 * 2 + e % 2
-    feature = (gl.program_id(0) * (WARPS // PARTS) + t // 32) * 16 + t % 32 // 4 + e // 2 * 8
-    gl.store(out + (first + pair).to(gl.int64) * INNER + feature, y, mask=pair < count)
+    place = first + t % 4 * 2 + e % 2
+    feature = gl.program_id(0) * ROWS + t // 32 * 16 + t % 32 // 4 + e // 2 * 8
+    gl.store(out + place.to(gl.int64) * INNER + feature, y, mask=place < end)
 
 
 @gluon.jit
 def down_few_kernel(
     h, w, scale, order, experts, tile_first, tile_end, tile_count, out,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    DEPTH: gl.constexpr, AHEAD: gl.constexpr,
+    DEPTH: gl.constexpr, TOGETHER: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr,
     ALONE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for 32 features a group of PARTS warps and eight pairs.
@@ -298,37 +372,31 @@ def down_few_kernel(
         _control(GO_ON)
     tile = gl.program_id(1)
     if ALONE:
-        expert, first, count = gl.load(experts + tile), tile, 1
+        first, end = tile, tile + 1
     else:
         if tile >= gl.load(tile_count):
             return
-        expert = gl.load(experts + tile)
-        first = gl.load(tile_first + tile) + 8 * gl.program_id(2)
-        count = gl.load(tile_end + tile) - first
-        if count <= 0:
-            return
+        first = gl.load(tile_first + tile)
+        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    ROWS: gl.constexpr = 32 * (WARPS // PARTS)
+    row = gl.load(experts + tile).to(gl.int64) * WIDTH + gl.program_id(0) * ROWS
     if AHEAD:
-        ROWS: gl.constexpr = 32 * (WARPS // PARTS)
-        at = w + (expert.to(gl.int64) * WIDTH + gl.program_id(0) * ROWS) * (INNER // 8)
-        _fetch(at, ROWS * INNER // 2)
-    t, _e = _threads(WARPS, 8)
-    group = t // 32 % (WARPS // PARTS)
-    feature = (gl.program_id(0) * (WARPS // PARTS) + group) * 32 + t % 32 // 4
-    row = expert.to(gl.int64) * WIDTH + feature
-    place = (first + gl.minimum(t % 32 // 4, count - 1)).to(gl.int64)
-    acc = _rows_times_tokens(
-        w, scale, h, row, row + 16, place, INNER // 8, WARPS, PARTS, DEPTH, True, OVERLAP
-    )
+        _fetch(w + row * (INNER // 8), ROWS * INNER // 2)
     THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
+    t, _e = _threads(WARPS, 8)
+    own = row + t // 32 % (WARPS // PARTS) * 32 + t % 32 // 4
+    place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
+    acc = _rows_times_tokens(
+        w, scale, h, own, own + 16, place,
+        INNER // 8, WARPS, PARTS, DEPTH, TOGETHER, STAGED, True, OVERLAP,
+    )  # fmt: skip
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]
     e = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
-    nth = t % 4 * 2 + e % 2
-    there = nth < count
-    feature = (gl.program_id(0) * (WARPS // PARTS) + t // 32) * 32 + t % 32 // 4 + e // 2 * 8
-    if ALONE:
-        pair = (first + nth).to(gl.int64)
-    else:
-        pair = gl.load(order + first + nth, mask=there, other=0).to(gl.int64)
-    gl.store(out + pair * WIDTH + feature, y, mask=there)
+    pair = first + t % 4 * 2 + e % 2
+    there = pair < end
+    if not ALONE:
+        pair = gl.load(order + pair, mask=there, other=0)
+    feature = gl.program_id(0) * ROWS + t // 32 * 32 + t % 32 // 4 + e // 2 * 8
+    gl.store(out + pair.to(gl.int64) * WIDTH + feature, y, mask=there)

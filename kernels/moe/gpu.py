@@ -23,7 +23,7 @@ from k3vl.kernels.moe.experts_kernel import (
 )
 from k3vl.kernels.moe.few import FewShapes, few_products
 from k3vl.kernels.moe.joined import can_join, joined_products
-from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
 
@@ -83,12 +83,12 @@ def router_logits_gpu(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     return router_logits(x, router)
 
 
-def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
+def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
     """:func:`plan_experts`, in one launch where there are few pairs."""
     (tokens, top_k), pairs = experts.shape, experts.numel()
     if pairs > FEW_PAIRS:
-        return plan_experts(experts, num_experts)
-    bounds = most_tiles(tokens, top_k, num_experts)
+        return plan_experts(experts, num_experts, narrow)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow)
     longest = max(bounds.values(), default=0)
 
     def ints(*shape: int) -> torch.Tensor:
@@ -108,6 +108,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
         PAIRS=pairs,
         E=num_experts,
         NUM_WIDTHS=len(bounds),
+        NARROW=narrow,
         BY_PAIR=by_pair,
         BLOCK_P=max(16, triton.next_power_of_2(pairs)),
         BLOCK_E=triton.next_power_of_2(num_experts + 1),
@@ -115,7 +116,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
     )
     tiles = {
         width: Tiles(expert=expert[i, : bounds[width]], first=first[i], end=end[i], count=counts[i])
-        for i, width in enumerate(WIDTHS)
+        for i, width in enumerate((narrow, *WIDTHS[1:]))
         if width in bounds
     }
     return ExpertPlan(order=order, tiles=tiles)
@@ -145,7 +146,7 @@ def moe_experts_mxfp4_gpu(
     if not tokens:
         return out
     if few is not None:
-        plan = experts if tokens == 1 else plan_gpu(experts, stored.count)
+        plan = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
         outputs = few_products(x, plan, stored, activation, top_k, few)
         _combine(outputs, weights, norm, eps, out, overlap=few.overlap)
         return out

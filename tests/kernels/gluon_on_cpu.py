@@ -22,6 +22,9 @@ from tests.kernels.ptx_on_cpu import run_ptx, signed
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
 
+GARBAGE = 0x2AAAAAAA
+"""In memory of whole numbers that nobody has written to."""
+
 _meeting = threading.Condition()
 
 
@@ -185,7 +188,9 @@ class _Language(ModuleType):
     def zeros(shape: list[int], dtype: torch.dtype, _layout: Any) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    where = staticmethod(torch.where)
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+        return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
     @staticmethod
     def max(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -245,7 +250,8 @@ class _Language(ModuleType):
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
         if dtype == torch.int64:
             return Barriers(shape[0])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        room = torch.empty(shape, dtype=dtype)
+        return Shared(room.fill_(float("nan") if dtype.is_floating_point else GARBAGE))
 
     @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
@@ -264,6 +270,32 @@ class _Language(ModuleType):
             thread.join()
         if failures:
             raise failures[0]
+
+
+class _Copies:
+    """A program's copies to shared memory by its threads, done when their group is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Shared, torch.Tensor]] = []
+        self.groups: list[list[tuple[Shared, torch.Tensor]]] = []
+
+    def begin(
+        self, target: Shared, at: Pointer, mask: Any = None, cache_modifier: str = ""
+    ) -> None:
+        block = _Language.load(at, mask, GARBAGE)
+        target.store(torch.full_like(block, GARBAGE))
+        self.begun.append((target, block))
+
+    def commit(self) -> None:
+        self.groups.append(self.begun)
+        self.begun = []
+
+    def wait(self, outstanding: int) -> None:
+        done, self.groups = self.groups[: -outstanding or None], self.groups[-outstanding:]
+        if not outstanding:
+            self.groups = []
+        for target, block in (copy for group in done for copy in group):
+            target.store(block)
 
 
 class _OfTriton:
@@ -333,6 +365,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
     for x in range(grid[0]):
         for y in range(grid[1]):
             for z in range(grid[2]):
+                copies = _Copies()
                 names = {
                     **scope,
                     "gl": _Language((x, y, z)),
@@ -346,6 +379,9 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                     "warpgroup_mma": _product,
                     "warpgroup_mma_wait": _finish,
                     "tl": _OfTriton,
+                    "async_copy_global_to_shared": copies.begin,
+                    "commit_group": copies.commit,
+                    "wait_group": copies.wait,
                 }  # fmt: skip
                 for name, value in scope.items():
                     if isinstance(getattr(value, "fn", None), FunctionType):

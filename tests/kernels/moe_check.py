@@ -25,7 +25,7 @@ from k3vl.kernels.moe.gpu import (
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import plan_experts
+from k3vl.kernels.moe.plan import EIGHT, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -71,7 +71,12 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
 
 
 def check_plan(experts: torch.Tensor, count: int) -> None:
-    got, want = plan_gpu(experts, count), plan_experts(experts, count)
+    for narrow in (16, EIGHT):
+        check_plan_with(experts, count, narrow)
+
+
+def check_plan_with(experts: torch.Tensor, count: int, narrow: int) -> None:
+    got, want = plan_gpu(experts, count, narrow), plan_experts(experts, count, narrow)
     assert torch.equal(got.order, want.order), "plan: order"
     assert set(got.tiles) == set(want.tiles)
     for width, tiles in want.tiles.items():

@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels.moe import moe_experts
-from k3vl.kernels.moe.few import WIDTH, Few, FewShapes, few_products
+from k3vl.kernels.moe.few import Few, FewShapes, few_products
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import plan_experts
+from k3vl.kernels.moe.plan import EIGHT, plan_experts
 from k3vl.kernels.situ import SituGLU
 from tests.kernels.gluon_on_cpu import launch
 
@@ -27,14 +27,17 @@ SHAPES = {
     "nothing is left to load": FewShapes(
         gate_up=Few(warps=2, parts=2, depth=2, ahead=True), down=Few(warps=2, depth=2, ahead=True)
     ),
+    "by way of shared memory": FewShapes(
+        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=2, depth=4, staged=True)
+    ),
     "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2), overlap=False),
 }
 
 
-def on_cpu(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+def on_cpu(kernel: Any, grid: tuple[int, int], *args: Any, **constants: Any) -> None:
     for option in ("num_warps", "maxnreg", "launch_pdl"):
         constants.pop(option, None)
-    launch(kernel, grid, *args, **constants)
+    launch(kernel, (*grid, 1), *args, **constants)
 
 
 def stored() -> Mxfp4Experts:
@@ -80,9 +83,9 @@ def test_tokens_that_share_experts(name: str) -> None:
     experts = stored()
     x = (torch.randn(16, LATENT) * 0.1).bfloat16()
     chosen = torch.tensor([[0, 1 + (n > 0) + (n > 8)] for n in range(16)])
-    plan = plan_experts(chosen, EXPERTS)
-    assert not any(int(tiles.count) for width, tiles in plan.tiles.items() if width != WIDTH)
-    plan = replace(plan, tiles={WIDTH: plan.tiles[WIDTH]})
+    plan = plan_experts(chosen, EXPERTS, EIGHT)
+    assert not any(int(tiles.count) for width, tiles in plan.tiles.items() if width != EIGHT)
+    plan = replace(plan, tiles={EIGHT: plan.tiles[EIGHT]})
     got = few_products(x, plan, experts, SITU, TOP_K, SHAPES[name], on_cpu)
     want = pairs_by_themselves(x, chosen, experts)
     assert (got.double() - want).norm() < 4e-3 * want.norm()
