@@ -99,30 +99,31 @@ _ONE_WAVE = {
 }
 """All blocks of a token at once on the device: features x words, warps, stages."""
 
+_IN = Few(depth=2, registers=96)
 _FEW = {
-    "in w4 d2, back w2 d2": FewShapes(gate_up=Few(depth=2), down=Few(warps=2, depth=2)),
+    "in w4 d2, back w2 d2": FewShapes(gate_up=_IN, down=Few(warps=2, depth=2)),
     "in w4 d1, back w2 d4": FewShapes(gate_up=Few(depth=1), down=Few(warps=2, depth=4)),
     "in w4 d2, back w2 d2, fetched ahead": FewShapes(
-        gate_up=Few(depth=2, ahead=True), down=Few(warps=2, depth=2, ahead=True)
+        gate_up=replace(_IN, ahead=True), down=Few(warps=2, depth=2, ahead=True)
     ),
     "in w4 d2, back w2 d2, together": FewShapes(
-        gate_up=Few(depth=2, together=True), down=Few(warps=2, depth=2, together=True)
+        gate_up=replace(_IN, together=True), down=Few(warps=2, depth=2, together=True)
     ),
-    "in w4 d4, back w4 d4": FewShapes(gate_up=Few(depth=4), down=Few(depth=4)),
+    "in w4 d4, back w4 d4": FewShapes(gate_up=Few(depth=4, registers=128), down=Few(depth=4)),
     "w1 d3 staged": FewShapes(
         gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=1, depth=3, staged=True)
     ),
 }
 _FEW_ALONE = {
     "in w4 d2, back w2 d2, no overlap": FewShapes(
-        gate_up=Few(depth=2), down=Few(warps=2, depth=2), overlap=False
+        gate_up=_IN, down=Few(warps=2, depth=2), overlap=False
     ),
     "in w4 d2 r80, back w2 d4": FewShapes(
         gate_up=Few(depth=2, registers=80), down=Few(warps=2, depth=4)
     ),
     "in w1 d1, back w1 d4": FewShapes(gate_up=Few(warps=1, depth=1), down=Few(warps=1, depth=4)),
     "in w4 p2 d2, back w4 p2 d2": FewShapes(
-        gate_up=Few(parts=2, depth=2), down=Few(parts=2, depth=2)
+        gate_up=replace(_IN, parts=2), down=Few(parts=2, depth=2)
     ),
     "in w4 p4 d1, back w4 p4 d3": FewShapes(
         gate_up=Few(parts=4, depth=1), down=Few(parts=4, depth=3)
