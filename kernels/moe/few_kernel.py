@@ -102,7 +102,8 @@ def _decoded(word: str, field: int, factor: str, to: str) -> list[str]:
 PRODUCT = gl.constexpr(_product(split=False))
 PRODUCT_SPLIT = gl.constexpr(_product(split=True))
 """The same for tokens that lie split by n, then j, as the first product writes them."""
-REGISTERS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8 + ["r"] * 80))
+REGISTERS = gl.constexpr(",".join([*["=&f"] * 8, *map(str, range(8)), *["r"] * 80]))
+"""Sums are written before all operands are read, so nothing else may lie where they do."""
 STAY = gl.constexpr("bar.warp.sync -1; // dummy $0")
 """Loads in front of it stay there; else the assembler puts them where their results are needed."""
 WAIT = gl.constexpr("griddepcontrol.wait; // dummy $0")

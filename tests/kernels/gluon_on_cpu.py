@@ -238,8 +238,8 @@ class _Language(ModuleType):
         if not is_pure:
             return None
         assert all(x.shape[1] == pack for x in args)
-        assert kinds.split(",").count("=f") == pack
         registers = [x[:, i] for x in args for i in range(pack)]
+        assert [kind[0] for kind in kinds.split(",")].count("=") == pack
         assert len(kinds.split(",")) == pack + len(registers)
         bits = (x if x.dtype == torch.float32 else x.long() & 0xFFFFFFFF for x in registers)
         got = run_ptx(text, dict(enumerate(bits, pack)))
