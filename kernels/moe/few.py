@@ -103,52 +103,75 @@ def few_products(
     Raises:
         ShapeError: the blocks do not fit.
     """
-    latent, inner = stored.latent, stored.inner
     if not can_take(stored, shapes):
-        raise ShapeError(f"few products: L {latent}, I {inner}, {shapes}")
-    from k3vl.kernels.moe.few_kernel import down_few_kernel, gate_up_few_kernel
-
-    start = launch or _start
+        raise ShapeError(f"few products: L {stored.latent}, I {stored.inner}, {shapes}")
     pairs = x.shape[0] * top_k
-    hidden = x.new_empty(pairs, inner)
-    outputs = x.new_empty(pairs, latent)
-    x = x.contiguous()
+    hidden = x.new_empty(pairs, stored.inner)
+    outputs = x.new_empty(pairs, stored.latent)
+    wide = None
     if isinstance(plan, ExpertPlan):
-        lists: tuple[torch.Tensor, ...] = plan.lists(EIGHT)
-        tiles = plan.tiles[EIGHT].expert.numel()
-        wide = ExpertPlan(
-            order=plan.order, tiles={w: t for w, t in plan.tiles.items() if w != EIGHT}
-        )
+        lists, tiles = plan.lists(EIGHT), plan.tiles[EIGHT].expert.numel()
+        others = {width: given for width, given in plan.tiles.items() if width != EIGHT}
+        wide = ExpertPlan(order=plan.order, tiles=others)
     else:
-        chosen = plan.reshape(-1)
-        lists, wide = (chosen,) * 5, None
-        tiles = pairs
+        lists, tiles = (plan.reshape(-1),) * 5, pairs
     alone = wide is None
     # Of the launches that overlap each waits for the one before, and so for all before that.
     overlap = shapes.overlap and not (wide and wide.tiles)
-    shape = shapes.gate_up
-    start(
-        gate_up_few_kernel, (inner // 16 // (shape.warps // shape.parts), tiles),
-        x.view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), *lists, hidden, top_k,
-        *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
-        **_constants(shape, alone=alone, overlap=overlap), num_warps=shape.warps,
-        maxnreg=shape.registers,
-    )  # fmt: skip
-    if wide is not None:
+    shared = {"ALONE": alone, "OVERLAP": overlap}
+    start = launch or _start
+    _gate_up(start, shapes.gate_up, tiles, x, stored, lists, hidden, top_k, activation, shared)
+    if wide:
         separate_gate_up(x, wide, stored, activation, top_k, hidden)
-    shape = shapes.down
-    start(
-        down_few_kernel, (latent // 32 // (shape.warps // shape.parts), tiles),
-        hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), *lists, outputs,
-        INNER=inner, WIDTH=latent, **_constants(shape, alone=alone, overlap=overlap),
-        num_warps=shape.warps, maxnreg=shape.registers, launch_pdl=overlap,
-    )  # fmt: skip
-    if wide is not None:
+    _down(start, shapes.down, tiles, hidden, stored, lists, outputs, shared)
+    if wide:
         separate_down(hidden, wide, stored, outputs)
     return outputs
 
 
-def _constants(shape: Few, *, alone: bool, overlap: bool) -> dict[str, int | bool]:
+def _gate_up(
+    start: Callable[..., None],
+    shape: Few,
+    tiles: int,
+    x: torch.Tensor,
+    stored: Mxfp4Experts,
+    lists: tuple[torch.Tensor, ...],
+    hidden: torch.Tensor,
+    top_k: int,
+    activation: GatedActivation,
+    shared: dict[str, bool],
+) -> None:
+    from k3vl.kernels.moe.few_kernel import gate_up_few_kernel
+
+    start(
+        gate_up_few_kernel, (stored.inner // 16 // (shape.warps // shape.parts), tiles),
+        x.contiguous().view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), *lists,
+        hidden, top_k, *caps(activation), WIDTH=stored.latent, INNER=stored.inner,
+        SITU=isinstance(activation, SituGLU), **_constants(shape), **shared,
+    )  # fmt: skip
+
+
+def _down(
+    start: Callable[..., None],
+    shape: Few,
+    tiles: int,
+    hidden: torch.Tensor,
+    stored: Mxfp4Experts,
+    lists: tuple[torch.Tensor, ...],
+    outputs: torch.Tensor,
+    shared: dict[str, bool],
+) -> None:
+    from k3vl.kernels.moe.few_kernel import down_few_kernel
+
+    start(
+        down_few_kernel, (stored.latent // 32 // (shape.warps // shape.parts), tiles),
+        hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), *lists, outputs,
+        INNER=stored.inner, WIDTH=stored.latent, launch_pdl=shared["OVERLAP"],
+        **_constants(shape), **shared,
+    )  # fmt: skip
+
+
+def _constants(shape: Few) -> dict[str, int | bool | None]:
     return {
         "WARPS": shape.warps,
         "PARTS": shape.parts,
@@ -156,8 +179,8 @@ def _constants(shape: Few, *, alone: bool, overlap: bool) -> dict[str, int | boo
         "TOGETHER": shape.together,
         "STAGED": shape.staged,
         "AHEAD": shape.ahead,
-        "ALONE": alone,
-        "OVERLAP": overlap,
+        "num_warps": shape.warps,
+        "maxnreg": shape.registers,
     }
 
 
