@@ -4,7 +4,8 @@ What is asynchronous happens as late as it may, and until then nobody may rely o
 NaN in its target until somebody waits for its barrier, and a product reads its operands only when
 it is waited for, each after those that its group began before. Warp groups are threads that meet at
 barriers alone, and are held up at random. What depends on the order of warps inside a group, or on
-layouts, this cannot show.
+layouts, this cannot show. Machine code runs on an imitation of its
+instructions (``ptx_lanes_on_cpu.py``).
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from triton.language import constexpr
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+from tests.kernels.ptx_lanes_on_cpu import run_ptx, signed
+
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
+
+GARBAGE = 0x2AAAAAAA
+"""In memory of whole numbers that nobody has written to."""
 
 _meeting = threading.Condition()
 _begun = threading.local()
@@ -38,6 +44,13 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.tensor, self.at + offset)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.tensor, self.at[index])
+
+    def to(self, _dtype: torch.dtype) -> int:
+        """As a number that only hints to a cache are given."""
+        return 0
 
     def cells(self, mask: Any) -> tuple[torch.Tensor, Any, Any]:
         """All memory in a row, indices into it, and which of them count."""
@@ -194,7 +207,9 @@ class _Language(ModuleType):
     def zeros(shape: list[int], dtype: torch.dtype, _layout: Any) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    where = staticmethod(torch.where)
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+        return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
     @staticmethod
     def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -213,7 +228,9 @@ class _Language(ModuleType):
         return x
 
     @staticmethod
-    def load(at: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    def load(
+        at: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = ""
+    ) -> torch.Tensor:
         flat, where, live = at.cells(mask)
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
 
@@ -224,10 +241,40 @@ class _Language(ModuleType):
         flat[where[live].long()] = value.expand(where.shape)[live]
 
     @staticmethod
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., 0], x[..., 1]
+
+    broadcast = staticmethod(torch.broadcast_tensors)
+
+    @staticmethod
+    def inline_asm_elementwise(
+        code: Any,
+        constraints: Any,
+        args: list[Any],
+        *,
+        dtype: torch.dtype,
+        is_pure: bool,
+        pack: int,
+    ) -> torch.Tensor | None:
+        """Every row of [threads, pack] is a thread's; what controls a launch or a cache is left."""
+        text, kinds = (getattr(x, "value", x) for x in (code, constraints))
+        if not is_pure:
+            return None
+        assert all(x.shape[1] == pack for x in args)
+        registers = [x[:, i] for x in args for i in range(pack)]
+        assert [kind[0] for kind in kinds.split(",")].count("=") == pack
+        assert len(kinds.split(",")) == pack + len(registers)
+        bits = (x if x.dtype == torch.float32 else x.long() & 0xFFFFFFFF for x in registers)
+        got = run_ptx(text, dict(enumerate(bits, pack)))
+        out = torch.stack([got[f"${i}"] for i in range(pack)], 1)
+        return out if dtype == torch.float32 else signed(out)
+
+    @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
         if dtype == torch.int64:
             return Barriers(shape[0])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        room = torch.empty(shape, dtype=dtype)
+        return Shared(room.fill_(float("nan") if dtype.is_floating_point else GARBAGE))
 
     @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
@@ -246,6 +293,43 @@ class _Language(ModuleType):
             thread.join()
         if failures:
             raise failures[0]
+
+
+class _Copies:
+    """A program's copies to shared memory by its threads, done when their group is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Shared, torch.Tensor]] = []
+        self.groups: list[list[tuple[Shared, torch.Tensor]]] = []
+
+    def begin(
+        self, target: Shared, at: Pointer, mask: Any = None, cache_modifier: str = ""
+    ) -> None:
+        block = _Language.load(at, mask, GARBAGE)
+        target.store(torch.full_like(block, GARBAGE))
+        self.begun.append((target, block))
+
+    def commit(self) -> None:
+        self.groups.append(self.begun)
+        self.begun = []
+
+    def wait(self, outstanding: int) -> None:
+        done, self.groups = self.groups[: -outstanding or None], self.groups[-outstanding:]
+        if not outstanding:
+            self.groups = []
+        for target, block in (copy for group in done for copy in group):
+            target.store(block)
+
+
+class _OfTriton:
+    """Of ``triton.language`` what functions of it use that Gluon kernels call."""
+
+    PropagateNan = SimpleNamespace(ALL=None)
+    exp = staticmethod(torch.exp)
+
+    @staticmethod
+    def minimum(a: torch.Tensor, b: float, _nan: None) -> torch.Tensor:
+        return torch.minimum(a, torch.tensor(b))
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -324,6 +408,7 @@ def launch(
     }
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
     for program in itertools.product(*(range(size) for size in grid)):
+        copies = _Copies()
         names = {
             **scope,
             "gl": _Language(program, grid),
@@ -335,6 +420,10 @@ def launch(
             "fence_async_shared": lambda: None,
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": _finish,
+            "tl": _OfTriton,
+            "async_copy_global_to_shared": copies.begin,
+            "commit_group": copies.commit,
+            "wait_group": copies.wait,
         }
         for name, value in scope.items():
             if isinstance(getattr(value, "fn", None), FunctionType):
