@@ -12,7 +12,7 @@ from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
-from k3vl.kernels.kda.hopper import RingShape
+from k3vl.kernels.kda.ring import RingShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:

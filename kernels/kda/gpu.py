@@ -11,7 +11,7 @@ import triton.language as tl
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.kda import check_shapes
-from k3vl.kernels.kda.hopper import RingShape, ring_step
+from k3vl.kernels.kda.ring import RingShape, ring_step
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.step_kernel import kda_step_kernel

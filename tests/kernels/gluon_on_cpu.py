@@ -240,10 +240,6 @@ class _Language(ModuleType):
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
 
-    @staticmethod
-    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[..., 0], x[..., 1]
-
     broadcast = staticmethod(torch.broadcast_tensors)
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 
 from k3vl.kernels.moe.mxfp4 import pack_words
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
-from tests.kernels.ptx_on_cpu import run_ptx, signed
+from tests.kernels.ptx_lanes_on_cpu import run_ptx, signed
 
 pytest.importorskip("triton")
 

@@ -112,7 +112,7 @@ def ring_step(
         "KEEP": shape.keep,
         "STORE": shape.store,
     }
-    from k3vl.kernels.kda.hopper_kernel import kda_step_ring_kernel as kernel
+    from k3vl.kernels.kda.ring_kernel import kda_step_ring_kernel as kernel
 
     block = [1, KEY, KEY]
     if launch is not None:

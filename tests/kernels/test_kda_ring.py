@@ -12,7 +12,7 @@ from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.reference import kda_decode_reference
 
 if TYPE_CHECKING:
-    from k3vl.kernels.kda.hopper import RingShape
+    from k3vl.kernels.kda.ring import RingShape
 
 HEADS, KEY = 3, 128
 NAN = float("nan")
@@ -46,7 +46,7 @@ def pool(cells: int) -> tuple[torch.Tensor, torch.Tensor]:
 def run(
     shape: RingShape, weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor
 ) -> torch.Tensor:
-    from k3vl.kernels.kda.hopper import ring_step, ring_takes
+    from k3vl.kernels.kda.ring import ring_step, ring_takes
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
     def on_cpu(kernel, grid, states, block, *args, **constants) -> None:
@@ -66,7 +66,7 @@ def run(
 def test_kernel_is_its_reference(layout: Any, lower_bound: float | None) -> None:
     """Cells in any order, padding in between, memory that is nobody's full of NaN."""
     pytest.importorskip("triton.experimental.gluon")
-    from k3vl.kernels.kda.hopper import RingShape
+    from k3vl.kernels.kda.ring import RingShape
 
     torch.manual_seed(sum(layout))
     random.seed(sum(layout))
@@ -109,7 +109,7 @@ def test_kernel_is_its_reference(layout: Any, lower_bound: float | None) -> None
 
 
 def test_what_the_kernel_does_not_take() -> None:
-    from k3vl.kernels.kda.hopper import ring_takes
+    from k3vl.kernels.kda.ring import ring_takes
 
     weights = layer(-5.0)
     windows, states = pool(3)
