@@ -10,6 +10,7 @@ import triton.language as tl
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda import check_shapes
+from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_walk
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
@@ -119,7 +120,7 @@ def kda_prefill(
     ends: torch.Tensor,
     *,
     snapshots: Snapshots | None = None,
-    shape: PrefillShape | None = None,
+    shape: PrefillShape | HopperShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.kda.kda_prefill`.
 
@@ -144,7 +145,10 @@ def kda_prefill(
     )
     _prepare(work)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _walk(work, out)
+    if isinstance(work.layout, HopperShape):
+        _walk_on_hopper(work, work.layout, out)
+    else:
+        _walk(work, work.layout, out)
     if work.layout.values < states.shape[-1]:
         _norm(work, out)
     return out
@@ -177,7 +181,7 @@ class _Work(NamedTuple):
     weights: KDAWeights
     pool: _Pool
     chunks: _Chunks
-    layout: PrefillShape
+    layout: PrefillShape | HopperShape
     snapshots: Snapshots | None
 
     @property
@@ -250,17 +254,33 @@ def _prepare(work: _Work) -> None:
         LEVELS=CHUNK.bit_length() - 1,
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
+        MINUS_W=isinstance(work.layout, HopperShape),
         **work.common,
         num_warps=4,
         maxnreg=work.layout.registers,
     )
 
 
-def _walk(work: _Work, out: torch.Tensor) -> None:
+def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None:
+    """As :func:`_walk`."""
+    walk = Walk(
+        chunks=work.chunks,
+        inputs=work.inputs[:2],
+        o_norm=work.weights.o_norm,
+        pool=work.pool,
+        snapshots=work.snapshots,
+        out=out,
+        eps=work.weights.eps,
+        chunk=CHUNK,
+    )
+    hopper_walk(walk, layout)
+
+
+def _walk(work: _Work, layout: PrefillShape, out: torch.Tensor) -> None:
     """Every sequence, chunk after chunk; with the norm where a program holds whole heads."""
     qkv, gate, _, _ = work.inputs
     (sequences, heads), key = work.pool.cells.shape, work.pool.states.shape[-1]
-    layout, snapshots, cells = work.layout, work.snapshots, work.pool.cells
+    snapshots, cells = work.snapshots, work.pool.cells
     kda_walk_kernel[(key // layout.values * sequences * heads,)](
         qkv,
         gate,

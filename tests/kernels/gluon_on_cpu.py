@@ -20,6 +20,8 @@ PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
 
 _meeting = threading.Condition()
+_mine = threading.local()
+"""Of a group of warps: ``products`` under way, in the order in which they end."""
 
 
 class Pointer:
@@ -137,6 +139,7 @@ class _Language(ModuleType):
     int32, int64 = torch.int32, torch.int64
     float32, bfloat16 = torch.float32, torch.bfloat16
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
+    rsqrt = staticmethod(torch.rsqrt)
     static_range = range
 
     def __init__(self, program: tuple[int, ...]) -> None:
@@ -262,11 +265,17 @@ def _copy(
 
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
-    return product if is_async else product.value()
+    if not is_async:
+        return product.value()
+    _mine.__dict__.setdefault("products", []).append(product)
+    return product
 
 
 def _finish(outstanding: int, deps: list[Product]) -> Any:
-    assert not outstanding, "which of the products are done is not known here"
+    under_way = _mine.__dict__.setdefault("products", [])
+    while len(under_way) > outstanding:
+        under_way.pop(0).value()
+    assert all(product.done is not None for product in deps), "a product that may not be done"
     values = tuple(product.value() for product in deps)
     return values[0] if len(values) == 1 else values
 
