@@ -12,20 +12,20 @@ from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
+from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PREFILL_VARIANTS = tuple(
-    PrefillShape(values, warps, stages, registers)
-    for values, warps, stages, registers in (
-        (64, 4, 3, 128),
-        (64, 4, 3, 168),
-        (64, 4, 4, 168),
-        (64, 4, 2, 168),
-        (128, 8, 3, 168),
-    )
+_PREFILL_VARIANTS: tuple[PrefillShape | HopperShape, ...] = (
+    PrefillShape(64, 4, 3, 128),
+    PrefillShape(64, 4, 3, 168),
+    HopperShape(64, 3, 128),
+    HopperShape(64, 3, 168),
+    HopperShape(128, 4, 128),
+    HopperShape(128, 5, 128),
+    HopperShape(128, 4, 168),
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -163,9 +163,10 @@ def prefill_cases() -> Iterator[Case]:
                 cu_seqlens,
                 cu_seqlens[1:],
             ),
+            shape: PrefillShape | HopperShape | None = None,
         ) -> torch.Tensor:
             own = torch.zeros_like(windows), torch.zeros_like(states)
-            return kda_prefill(*args, weights, *own, *rest)
+            return kda_prefill(*args, weights, *own, *rest, shape=shape)
 
         def want(
             args: Inputs = args,
@@ -190,7 +191,13 @@ def prefill_cases() -> Iterator[Case]:
             limit=1.2e-2,
             bytes=rows * heads * _K * 2 * 6 + sequences * heads * 2 * _STATE,
             flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
-            variants={str(shape): partial(run, shape=shape) for shape in _PREFILL_VARIANTS},
+            variants={
+                # Each is compared with the default, from fresh states.
+                str(shape): Peer(
+                    partial(Work, partial(run, shape=shape), partial(ours, shape=shape))
+                )
+                for shape in _PREFILL_VARIANTS
+            },
             peers={
                 **_prefill_peers(args, weights, cu_seqlens, heads),
                 **sglang_kda.prefill_peers(args, weights, lengths, heads),

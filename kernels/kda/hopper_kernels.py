@@ -1,4 +1,4 @@
-"""The sequential half of KDA prefill for compute capability 9.0, in Gluon; behind ``prepare_kernel``.
+"""The sequential half of KDA prefill for compute capability 9.0, in Gluon.
 
 One warp fetches what a chunk needs, some chunks ahead; every 64 value channels have four warps that
 keep their part of the state in registers and do nothing but the chain of products; some warps more
@@ -180,7 +180,8 @@ def walk_windows(
             if wanted > 0:
                 copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
                 p_new = windows + copy * s_window + stream * s_stream
-                advance_window(p_qkv, s_qkv, p_old, p_new, s_tap, begin, begin + wanted, o_w, o_k, W)
+                until = begin + wanted
+                advance_window(p_qkv, s_qkv, p_old, p_new, s_tap, begin, until, o_w, o_k, W)
         advance_window(p_qkv, s_qkv, p_old, p_old, s_tap, begin, end, o_w, o_k, W)
 
 

@@ -154,8 +154,8 @@ def kda_prepare_kernel(
     """Everything about one chunk of one head that does not need the state.
 
     Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
-    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s + c`` is chunk c of
-    sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first.
+    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
+    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first.
     """
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
