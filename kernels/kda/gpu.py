@@ -10,6 +10,7 @@ import triton.language as tl
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.kda import check_shapes
+from k3vl.kernels.kda.chunk_kernel import kda_chunk_kernel
 from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_walk
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
@@ -44,12 +45,14 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
+        full: that kernel has code of its own for full chunks.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
+    full: bool = False
 
 
 def kda_decode(
@@ -230,34 +233,37 @@ def _prepare(work: _Work) -> None:
     qkv, _, decay, write = work.inputs
     windows, _, cells, cu_seqlens, ends = work.pool
     half = work.chunks.u.dtype != torch.float32
-    kda_prepare_kernel[work.slots](
-        qkv,
-        decay,
-        write,
-        work.weights.conv.t().contiguous(),
-        work.weights.a_log,
-        work.weights.dt_bias,
-        windows,
-        cells,
-        cu_seqlens,
-        ends,
-        *work.chunks,
-        qkv.stride(0),
-        decay.stride(0),
-        write.stride(0),
-        cells.stride(0),
-        *windows.stride()[:3],
-        work.weights.lower_bound,
-        *cells.shape,
-        BS=work.searched,
-        R=8,
-        LEVELS=CHUNK.bit_length() - 1,
-        INVERSE=tl.float16 if half else tl.float32,
-        FAST=half,
-        MINUS_W=isinstance(work.layout, HopperShape),
+    constants = {
+        "BS": work.searched,
+        "R": 8,
+        "LEVELS": CHUNK.bit_length() - 1,
+        "INVERSE": tl.float16 if half else tl.float32,
+        "FAST": half,
+        "MINUS_W": isinstance(work.layout, HopperShape),
         **work.common,
-        num_warps=4,
-        maxnreg=work.layout.registers,
+        "num_warps": 4,
+        "maxnreg": work.layout.registers,
+    }
+    weights = work.weights
+    gates, places = (weights.a_log, weights.dt_bias), (windows, cells, cu_seqlens, ends)
+    strides = (write.stride(0), cells.stride(0), *windows.stride()[:3], weights.lower_bound)
+    if not work.layout.full:
+        conv = weights.conv.t().contiguous()
+        kda_prepare_kernel[work.slots](
+            *(qkv, decay, write, conv, *gates, *places, *work.chunks),
+            *(qkv.stride(0), decay.stride(0), *strides, *cells.shape),
+            **constants,
+        )
+        return
+    conv = torch.empty(weights.conv.shape[::-1], device=qkv.device)
+    # The fast SiLU wants half of its argument.
+    torch.mul(weights.conv.t(), 0.5 if half else 1.0, out=conv)
+    kda_chunk_kernel[work.slots](
+        *(qkv, decay, write, conv, *gates, *places, *work.chunks, *strides, cells.shape[0]),
+        S_QKV=qkv.stride(0),
+        S_DECAY=decay.stride(0),
+        H=cells.shape[1],
+        **constants,
     )
 
 

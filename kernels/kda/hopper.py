@@ -24,11 +24,13 @@ class HopperShape(NamedTuple):
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
         registers: at most so many for a thread of the parallel kernel.
+        full: that kernel has code of its own for full chunks.
     """
 
     values: int
     stages: int
     registers: int
+    full: bool = True
 
 
 class Walk(NamedTuple):

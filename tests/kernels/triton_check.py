@@ -23,6 +23,7 @@ from k3vl.kernels.kda.gpu import (
     kda_decode,
     kda_prefill,
 )
+from k3vl.kernels.kda.hopper import HopperShape as KDAHopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
@@ -225,12 +226,17 @@ def run_prefill(
     clean = [x.double().nan_to_num() for x in args]
     reference = (wide(weights, -5.0), want_windows, want_states, cells, cu_seqlens, ends)
     want = kda_prefill_reference(*clean, *reference)
-    shapes: list[PrefillShape | None] = [None]
+    shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if ON_GPU and dtype != torch.float32:
         shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
-        shapes += [PrefillShape(key, 8, 3, 168)]
+        shapes += [PrefillShape(key, 8, 3, 168), PrefillShape(64, 4, 3, 128, full=True)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None)]
+        shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, full=True)]
+    elif not ON_GPU:
+        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+    hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+    if hopper and dtype == torch.bfloat16 and key == 128:
+        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -286,6 +292,32 @@ def check_kda_snapshots() -> Iterator[str]:
         assert torch.equal(own[0][cell], alone[0][4]), depth
     assert torch.equal(own[1][0], states[0])
     yield f"depths {CHUNK} and {2 * CHUNK}"
+
+
+def check_kda_pieces() -> Iterator[str]:
+    """A sequence in pieces of whole chunks has the bits of one that is not."""
+    dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
+    shapes: list[PrefillShape | KDAHopperShape | None] = [None]
+    if not ON_GPU:
+        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+    elif torch.cuda.get_device_capability() == (9, 0):
+        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
+    weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
+    cells = torch.tensor([[1, 0]], device=DEVICE)
+    windows, states = pool(2, key, dtype)
+    for shape in shapes:
+        whole, parts = ((windows.clone(), states.clone()) for _ in range(2))
+        span = torch.tensor([0, 140], device=DEVICE)
+        want = kda_prefill(*args, weights, *whole, cells, span, span[1:], shape=shape)
+        got = []
+        for begin, end in ((0, CHUNK), (CHUNK, 3 * CHUNK), (3 * CHUNK, 140)):
+            piece = [x[begin:end] for x in args]
+            span = torch.tensor([0, end - begin], device=DEVICE)
+            got.append(kda_prefill(*piece, weights, *parts, cells, span, span[1:], shape=shape))
+        assert torch.equal(torch.cat(got), want), shape
+        assert torch.equal(parts[0], whole[0]), shape
+        assert torch.equal(parts[1], whole[1]), shape
+        yield f"{shape}"
 
 
 def check_mla_decode() -> Iterator[str]:
@@ -586,7 +618,7 @@ def check_prefill_pass() -> Iterator[str]:
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
-    "kda_prefill": (check_kda_prefill, check_kda_snapshots),
+    "kda_prefill": (check_kda_prefill, check_kda_snapshots, check_kda_pieces),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
         *(check_mla_store, check_mla_values),
