@@ -146,66 +146,46 @@ def prefill_cases() -> Iterator[Case]:
     """Packed sequences; bytes are the projections in and the output, the states once."""
     shapes = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
     for lengths, heads in shapes:
-        rows = sum(lengths)
-        weights, args = _weights(heads), _inputs(rows, heads)
-        sequences = len(lengths)
-        cells = torch.randperm(sequences * heads, device="cuda").view(sequences, heads)
-        windows = torch.zeros(sequences * heads, 3, 3, _K, dtype=torch.bfloat16, device="cuda")
-        states = torch.zeros(sequences * heads, _K, _K, device="cuda")
-        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-        ends = cu_seqlens[1:]
-        run = partial(kda_prefill, *args, weights, windows, states, cells, cu_seqlens, ends)
+        yield _prefill_case(lengths, heads)
 
-        def ours(
-            args: Inputs = args,
-            weights: KDAWeights = weights,
-            windows: torch.Tensor = windows,
-            states: torch.Tensor = states,
-            rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-                cells,
-                cu_seqlens,
-                cu_seqlens[1:],
-            ),
-            shape: PrefillShape | HopperShape | None = None,
-        ) -> torch.Tensor:
-            own = torch.zeros_like(windows), torch.zeros_like(states)
-            return kda_prefill(*args, weights, *own, *rest, shape=shape)
 
-        def want(
-            args: Inputs = args,
-            weights: KDAWeights = weights,
-            windows: torch.Tensor = windows,
-            states: torch.Tensor = states,
-            rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-                cells,
-                cu_seqlens,
-                cu_seqlens[1:],
-            ),
-        ) -> torch.Tensor:
-            own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
-            return kda_prefill_reference(*_single(args), weights, *own, *rest)
+def _prefill_case(lengths: list[int], heads: int) -> Case:
+    rows, sequences = sum(lengths), len(lengths)
+    weights, args = _weights(heads), _inputs(rows, heads)
+    cells = torch.randperm(sequences * heads, device="cuda").view(sequences, heads)
+    windows = torch.zeros(sequences * heads, 3, 3, _K, dtype=torch.bfloat16, device="cuda")
+    states = torch.zeros(sequences * heads, _K, _K, device="cuda")
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    places = (cells, cu_seqlens, cu_seqlens[1:])
+    run = partial(kda_prefill, *args, weights, windows, states, *places)
 
-        yield Case(
-            op="kda_prefill",
-            shape=f"{sequences} x T{lengths[0]} H{heads} K128, all fused",
-            ours=ours,
-            timed=run,
-            want=want,
-            limit=1.2e-2,
-            bytes=rows * heads * _K * 2 * 6 + sequences * heads * 2 * _STATE,
-            flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
-            variants={
-                # Each is compared with the default, from fresh states.
-                str(shape): Peer(
-                    partial(Work, partial(run, shape=shape), partial(ours, shape=shape))
-                )
-                for shape in _PREFILL_VARIANTS
-            },
-            peers={
-                **_prefill_peers(args, weights, cu_seqlens, heads),
-                **sglang_kda.prefill_peers(args, weights, lengths, heads),
-            },
-        )
+    def ours(shape: PrefillShape | HopperShape | None = None) -> torch.Tensor:
+        own = torch.zeros_like(windows), torch.zeros_like(states)
+        return kda_prefill(*args, weights, *own, *places, shape=shape)
+
+    def want() -> torch.Tensor:
+        own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
+        return kda_prefill_reference(*_single(args), weights, *own, *places)
+
+    return Case(
+        op="kda_prefill",
+        shape=f"{sequences} x T{lengths[0]} H{heads} K128, all fused",
+        ours=ours,
+        timed=run,
+        want=want,
+        limit=1.2e-2,
+        bytes=rows * heads * _K * 2 * 6 + sequences * heads * 2 * _STATE,
+        flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+        variants={
+            # Each is compared with the default, from fresh states.
+            str(shape): Peer(partial(Work, partial(run, shape=shape), partial(ours, shape)))
+            for shape in _PREFILL_VARIANTS
+        },
+        peers={
+            **_prefill_peers(args, weights, cu_seqlens, heads),
+            **sglang_kda.prefill_peers(args, weights, lengths, heads),
+        },
+    )
 
 
 def _prefill_peers(

@@ -1,8 +1,8 @@
 """The parallel half of KDA prefill: all chunks of all sequences at once; maths in the README.
 
-A chunk of C rows is C / R groups of R rows. Row s of every group is a tensor of its own, [C/R, 1, K],
-so that rows are a Python tuple: the convolution takes a neighbour's registers instead of loading
-and widening every row W times, and running sums along the rows are plain additions.
+A chunk of C rows is C / R groups of R rows. Row s of every group is a tensor of its own,
+[C/R, 1, K], so that rows are a Python tuple: the convolution takes a neighbour's registers instead
+of loading and widening every row W times, and running sums along the rows are plain additions.
 
 Keys keep their length: the product that scores keys against keys has the squares of their lengths
 on its diagonal, and what divides by them are factors of rows and columns of the small matrices.
