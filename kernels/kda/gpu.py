@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from k3vl.kernels.kda.step_kernel import kda_step_kernel
 from k3vl.kernels.kda.walk_kernel import kda_norm_kernel, kda_walk_kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from k3vl.kernels.kda import KDAWeights
 
 CHUNK = 32
@@ -137,24 +140,53 @@ def kda_prefill(
         return kda_prefill_reference(
             qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends
         )
-    half = qkv.dtype != torch.float32
+    out, launches = prefill_launches(
+        *(qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends),
+        snapshots=snapshots,
+        shape=shape,
+    )
+    for launch in launches.values():
+        launch()
+    return out
+
+
+def prefill_launches(
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    snapshots: Snapshots | None = None,
+    shape: PrefillShape | HopperShape | None = None,
+) -> tuple[torch.Tensor, dict[str, Callable[[], None]]]:
+    """The result of :func:`kda_prefill`, not yet written, and by name and in order what writes it.
+
+    Arguments are checked by the caller.
+    """
+    key, half = states.shape[-1], qkv.dtype != torch.float32
     work = _Work(
         inputs=(qkv, gate, decay, write),
         weights=weights,
         pool=_Pool(windows, states, cells, cu_seqlens, ends),
         chunks=_scratch_memory(qkv, cells, states),
-        layout=shape or _shape(cells.shape[1], states.shape[-1], half=half),
+        layout=shape or _shape(cells.shape[1], key, half=half),
         snapshots=snapshots,
     )
-    _prepare(work)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    launches: dict[str, Callable[[], None]] = {"prepare": partial(_prepare, work)}
     if isinstance(work.layout, HopperShape):
-        _walk_on_hopper(work, work.layout, out)
+        launches["walk"] = partial(_walk_on_hopper, work, work.layout, out)
     else:
-        _walk(work, work.layout, out)
-    if work.layout.values < states.shape[-1]:
-        _norm(work, out)
-    return out
+        launches["walk"] = partial(_walk, work, work.layout, out)
+    if work.layout.values < key:
+        launches["norm"] = partial(_norm, work, out)
+    return out, launches
 
 
 class _Pool(NamedTuple):
