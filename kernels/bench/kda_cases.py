@@ -16,7 +16,7 @@ from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _PREFILL_VARIANTS: tuple[PrefillShape | HopperShape, ...] = (
     PrefillShape(64, 4, 3, 128),
@@ -29,6 +29,14 @@ _PREFILL_VARIANTS: tuple[PrefillShape | HopperShape, ...] = (
     HopperShape(128, 4, 128),
     HopperShape(128, 5, 128),
     HopperShape(128, 4, 168),
+)
+_TOGETHER = (
+    HopperShape(64, 3, 128, group=12),
+    HopperShape(64, 3, 128, group=24),
+    HopperShape(128, 4, 128, group=12),
+    HopperShape(128, 4, 128, group=24),
+    HopperShape(128, 4, 128, group=32),
+    HopperShape(128, 4, 128, group=48),
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -148,7 +156,15 @@ _PREFILL_SIZES = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96)
 def prefill_cases() -> Iterator[Case]:
     """Packed sequences; bytes are the projections in and the output, the states once."""
     for lengths, heads in _PREFILL_SIZES:
-        yield _prefill_case(lengths, heads)
+        yield _prefill_case(lengths, heads, _PREFILL_VARIANTS)
+
+
+def prefill_together_cases() -> Iterator[Case]:
+    """The two kernels side by side: apart, as an error in their flags ends the process."""
+    for lengths, heads in _PREFILL_SIZES:
+        if len(lengths) < 64:
+            shapes = [shape for shape in _TOGETHER if not heads % shape.group]
+            yield _prefill_case(lengths, heads, shapes)
 
 
 def prefill_part_cases() -> Iterator[Case]:
@@ -168,7 +184,9 @@ def _places(
     return windows, states, cells, cu_seqlens, cu_seqlens[1:]
 
 
-def _prefill_case(lengths: list[int], heads: int) -> Case:
+def _prefill_case(
+    lengths: list[int], heads: int, shapes: Sequence[PrefillShape | HopperShape]
+) -> Case:
     rows, sequences = sum(lengths), len(lengths)
     weights, args = _weights(heads), _inputs(rows, heads)
     windows, states, *places = _places(lengths, heads)
@@ -194,7 +212,7 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         variants={
             # Each is compared with the default, from fresh states.
             str(shape): Peer(partial(Work, partial(run, shape=shape), partial(ours, shape)))
-            for shape in _PREFILL_VARIANTS
+            for shape in shapes
         },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
@@ -232,7 +250,7 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         variants={
             f"{part} of {shape}": Peer(partial(prepare, shape, part))
             for shape in _PREFILL_VARIANTS
-            for part in ("prepare", "walk", *(["norm"] if shape.values < _K else []))
+            for part in ("begin", "prepare", "walk", *(["norm"] if shape.values < _K else []))
         },
     )
 

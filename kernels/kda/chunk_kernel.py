@@ -170,10 +170,11 @@ def _one_chunk(
 @triton.jit
 def kda_chunk_kernel(
     qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends, wq, u, kl, scores,
-    gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S, S_QKV: tl.constexpr,
-    S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
+    gamma, flags, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
+    S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
+    GROUP: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -181,26 +182,37 @@ def kda_chunk_kernel(
     [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
     + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
     halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
+
+    Programs: GROUP heads, slots, groups. With FLAGS the sequential kernel is under way already and
+    waits for ``flags`` [H, slots]; this launch then ends behind it.
     """
-    i_h = tl.program_id(0)
+    i_h = tl.program_id(2) * GROUP + tl.program_id(0)
     slot = tl.program_id(1)
+    slots = tl.num_programs(1)
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
-    if count <= 0:
-        return
-    column = i_h * K
-    block = slot.to(tl.int64) * H + i_h
-    x = qkv + start * S_QKV + column
-    p_decay = decay + start * S_DECAY + column
-    p_write = write + start * s_write + i_h
-    p_window = windows + tl.load(cells + i_s * s_cells + i_h) * s_window
-    if (count >= C) & (start != begin):
-        _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u, kl,
-                   scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W, C,
-                   S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST, MINUS_W,
-                   True)  # fmt: skip
-    else:
-        lowest = tl.where(start != begin, 1 - W, 0)
-        _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u, kl,
-                   scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest, count,
-                   S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST, MINUS_W,
-                   False)  # fmt: skip
+    if count > 0:
+        column = i_h * K
+        block = slot.to(tl.int64) * H + i_h
+        x = qkv + start * S_QKV + column
+        p_decay = decay + start * S_DECAY + column
+        p_write = write + start * s_write + i_h
+        p_window = windows + tl.load(cells + i_s * s_cells + i_h) * s_window
+        if (count >= C) & (start != begin):
+            _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
+                       kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
+                       C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
+                       MINUS_W, True)  # fmt: skip
+        else:
+            lowest = tl.where(start != begin, 1 - W, 0)
+            _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
+                       kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
+                       count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
+                       FAST, MINUS_W, False)  # fmt: skip
+        if FLAGS:
+            tl.debug_barrier()  # all threads have stored
+            tl.atomic_xchg(flags + i_h * slots + slot, 1, sem="release")
+    if FLAGS:
+        # The last program to start: what is launched next waits for this launch alone.
+        last = (slot == slots - 1) & (i_h == H - 1)
+        if last:
+            tl.extra.cuda.gdc_wait()

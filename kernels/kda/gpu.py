@@ -170,21 +170,31 @@ def prefill_launches(
     Arguments are checked by the caller.
     """
     key, half = states.shape[-1], qkv.dtype != torch.float32
+    layout = shape or _shape(cells.shape[1], key, half=half)
+    chunks = _scratch_memory(qkv, cells, states)
+    together = isinstance(layout, HopperShape) and layout.together(qkv, cells)
     work = _Work(
         inputs=(qkv, gate, decay, write),
         weights=weights,
         pool=_Pool(windows, states, cells, cu_seqlens, ends),
-        chunks=_scratch_memory(qkv, cells, states),
-        layout=shape or _shape(cells.shape[1], key, half=half),
+        chunks=chunks,
+        layout=layout,
         snapshots=snapshots,
+        taps=torch.empty(weights.conv.shape[::-1], device=qkv.device),
+        flags=chunks.u.new_empty(chunks.u.shape[0], dtype=torch.int32) if together else None,
     )
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    launches: dict[str, Callable[[], None]] = {"prepare": partial(_prepare, work)}
-    if isinstance(work.layout, HopperShape):
-        launches["walk"] = partial(_walk_on_hopper, work, work.layout, out)
+    prepare = partial(_prepare, work)
+    if isinstance(layout, HopperShape):
+        walk = partial(_walk_on_hopper, work, layout, out)
     else:
-        launches["walk"] = partial(_walk, work, work.layout, out)
-    if work.layout.values < key:
+        walk = partial(_walk, work, layout, out)
+    launches: dict[str, Callable[[], None]] = {"begin": partial(_begin, work)}
+    if together:  # the sequential kernel first: it waits for flags, the other one for room
+        launches |= {"walk": walk, "prepare": prepare}
+    else:
+        launches |= {"prepare": prepare, "walk": walk}
+    if layout.values < key:
         launches["norm"] = partial(_norm, work, out)
     return out, launches
 
@@ -210,7 +220,13 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """One prefill; ``inputs`` are qkv, gate, decay and write."""
+    """One prefill.
+
+    Attributes:
+        inputs: qkv, gate, decay and write.
+        taps: [W, 3 H K] of the convolution, transposed, for the parallel kernel with full chunks.
+        flags: [H, slots] int32, where the two kernels run side by side.
+    """
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     weights: KDAWeights
@@ -218,6 +234,8 @@ class _Work(NamedTuple):
     chunks: _Chunks
     layout: PrefillShape | HopperShape
     snapshots: Snapshots | None
+    taps: torch.Tensor
+    flags: torch.Tensor | None
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -260,6 +278,16 @@ def _scratch_memory(qkv: torch.Tensor, cells: torch.Tensor, states: torch.Tensor
     )
 
 
+def _begin(work: _Work) -> None:
+    """What both kernels find in memory: taps, and flags that nobody has set."""
+    half = work.chunks.u.dtype != torch.float32
+    # The fast SiLU wants half of its argument.
+    scale = 0.5 if half and work.layout.full else 1.0
+    torch.mul(work.weights.conv.t(), scale, out=work.taps)
+    if work.flags is not None:
+        work.flags.zero_()
+
+
 def _prepare(work: _Work) -> None:
     """All chunks of all sequences at once."""
     qkv, _, decay, write = work.inputs
@@ -276,26 +304,31 @@ def _prepare(work: _Work) -> None:
         "num_warps": 4,
         "maxnreg": work.layout.registers,
     }
-    weights = work.weights
-    gates, places = (weights.a_log, weights.dt_bias), (windows, cells, cu_seqlens, ends)
-    strides = (write.stride(0), cells.stride(0), *windows.stride()[:3], weights.lower_bound)
+    weights = (work.taps, work.weights.a_log, work.weights.dt_bias)
+    places = (windows, cells, cu_seqlens, ends)
+    strides = (write.stride(0), cells.stride(0), *windows.stride()[:3], work.weights.lower_bound)
     if not work.layout.full:
-        conv = weights.conv.t().contiguous()
         kda_prepare_kernel[work.slots](
-            *(qkv, decay, write, conv, *gates, *places, *work.chunks),
+            *(qkv, decay, write, *weights, *places, *work.chunks),
             *(qkv.stride(0), decay.stride(0), *strides, *cells.shape),
             **constants,
         )
         return
-    conv = torch.empty(weights.conv.shape[::-1], device=qkv.device)
-    # The fast SiLU wants half of its argument.
-    torch.mul(weights.conv.t(), 0.5 if half else 1.0, out=conv)
-    kda_chunk_kernel[work.slots](
-        *(qkv, decay, write, conv, *gates, *places, *work.chunks, *strides, cells.shape[0]),
+    heads, slots = work.slots
+    flags = work.flags
+    group = (
+        work.layout.group if isinstance(work.layout, HopperShape) and flags is not None else heads
+    )
+    kda_chunk_kernel[group, slots, heads // group](
+        *(qkv, decay, write, *weights, *places, *work.chunks),
+        *(cells if flags is None else flags, *strides, cells.shape[0]),
         S_QKV=qkv.stride(0),
         S_DECAY=decay.stride(0),
-        H=cells.shape[1],
+        H=heads,
+        GROUP=group,
+        FLAGS=flags is not None,
         **constants,
+        **({} if flags is None else {"launch_pdl": True}),
     )
 
 
@@ -310,6 +343,7 @@ def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None
         out=out,
         eps=work.weights.eps,
         chunk=CHUNK,
+        flags=work.flags,
     )
     hopper_walk(walk, layout)
 

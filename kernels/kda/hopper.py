@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -15,6 +16,9 @@ SIDE, KEY = 64, 128
 
 _WIDEST = 8
 """Elements of bfloat16 that a thread loads at once."""
+
+_LONG = 1024
+"""Tokens of a sequence, on average."""
 
 
 class HopperShape(NamedTuple):
@@ -25,12 +29,25 @@ class HopperShape(NamedTuple):
         stages: chunks that it keeps in shared memory.
         registers: at most so many for a thread of the parallel kernel.
         full: that kernel has code of its own for full chunks.
+        group: heads that the two kernels work at together, each chunk as soon as it is prepared;
+            a divisor of all. 0: one kernel after the other.
     """
 
     values: int
     stages: int
     registers: int
     full: bool = True
+    group: int = 0
+
+    def together(self, qkv: torch.Tensor, cells: torch.Tensor) -> bool:
+        """Whether the kernels run side by side; no bit depends on it.
+
+        Only for sequences so long that there is always a chunk to go on with. Not where one launch
+        ends before the next begins: the sequential kernel would wait forever.
+        """
+        long = qkv.shape[0] >= _LONG * cells.shape[0]
+        alone = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        return bool(self.group) and long and not alone
 
 
 class Walk(NamedTuple):
@@ -45,6 +62,7 @@ class Walk(NamedTuple):
         out: [N, H K].
         eps: of the norm.
         chunk: tokens of a chunk.
+        flags: [H * slots] int32, to be set by the launch behind; None: all chunks are prepared.
     """
 
     chunks: tuple[torch.Tensor, ...]
@@ -55,6 +73,7 @@ class Walk(NamedTuple):
     out: torch.Tensor
     eps: float
     chunk: int
+    flags: torch.Tensor | None = None
 
 
 def hopper_walk(
@@ -79,7 +98,10 @@ def hopper_walk(
         (gamma, [1, key]),
     )
     matrices = [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
+    parts, group = key // shape.values, heads if walk.flags is None else shape.group
+    each = sequences if walk.flags is None else 1  # programs for a head
     args: tuple[Any, ...] = (
+        cells if walk.flags is None else walk.flags,
         *(qkv, gate, walk.o_norm, windows, states, cells, cu_seqlens, ends, depths, copies),
         walk.out,
         qkv.stride(0),
@@ -88,7 +110,10 @@ def hopper_walk(
         *windows.stride()[:3],
         states.stride(0),
         walk.eps,
+        sequences,
         heads,
+        u.shape[0] // heads,
+        each,
     )
     whole = shape.values == key
     constants: dict[str, Any] = {
@@ -101,13 +126,22 @@ def hopper_walk(
         "OUTS": 2,
         "WARPS": 4 if whole else 2,
         "ALIGNED": aligned,
+        "GROUP": group,
+        "FLAGS": walk.flags is not None,
     }
-    grid = (key // shape.values * sequences * heads, 1, 1)
+    grid = (parts * group * each, 1, 1)
     from k3vl.kernels.kda.hopper_kernels import kda_walk_sides_kernel as kernel
 
     if launch is not None:
         launch(kernel, grid, matrices, *args, **constants)
         return
+    # Two programs a multiprocessor where a program is half of a head, unless others run beside it.
+    registers = None if whole or walk.flags is not None else 128
+    kernel[grid](*_described(matrices), *args, **constants, num_warps=4, maxnreg=registers)
+
+
+def _described(matrices: Iterable[tuple[torch.Tensor, list[int]]]) -> list[Any]:
+    """Descriptors of blocks for the copy engine, as the kernel lays them out in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -116,5 +150,4 @@ def hopper_walk(
         wide = min(128, block[1] * x.itemsize) if x.itemsize == 2 else 0  # gamma is not swizzled
         layout = gl.NVMMASharedLayout(wide, x.itemsize * 8, 2)
         described.append(TensorDescriptor.from_tensor(x, block, layout))
-    # Two programs a multiprocessor where a program is half of a head.
-    kernel[grid](*described, *args, **constants, num_warps=4, maxnreg=None if whole else 128)
+    return described

@@ -185,6 +185,10 @@ class _Language(ModuleType):
         return x.amax(axis)
 
     @staticmethod
+    def min(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.amin(axis)
+
+    @staticmethod
     def sum(x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.sum(axis)
 
@@ -193,7 +197,9 @@ class _Language(ModuleType):
         return x
 
     @staticmethod
-    def load(at: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    def load(
+        at: Pointer, mask: Any = None, other: float = 0.0, *, volatile: bool = False
+    ) -> torch.Tensor:
         flat, where, live = at.cells(mask)
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
 
@@ -263,6 +269,11 @@ def _copy(
             _meeting.notify_all()
 
 
+def _pause(rounds: int) -> None:
+    time.sleep(1e-3)
+    assert rounds < PATIENCE * 1e3, "nobody set the flag"
+
+
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
     if not is_async:
@@ -300,10 +311,16 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                     "begin_copy": _copy,
                     "meet": lambda: None,
                     "fence_async_shared": lambda: None,
+                    "see_what_others_wrote": lambda: None,
+                    "let_next_launch_begin": lambda: None,
+                    "pause": _pause,
                     "warpgroup_mma": _product,
                     "warpgroup_mma_wait": _finish,
                 }  # fmt: skip
                 for name, value in scope.items():
-                    if isinstance(getattr(value, "fn", None), FunctionType):
+                    if (
+                        isinstance(getattr(value, "fn", None), FunctionType)
+                        and names[name] is value
+                    ):
                         names[name] = FunctionType(value.fn.__code__, names, name)
                 names[kernel.fn.__name__](*pointers, **constants)

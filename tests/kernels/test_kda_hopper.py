@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,7 +104,11 @@ def prepare(call: Call) -> tuple[torch.Tensor, ...]:
 def walk(
     call: Call, shape: Any, snapshots: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, windows and states behind the kernel."""
+    """Output, windows and states behind the kernel.
+
+    Where it works beside the parallel one, that is played by a thread which writes chunks in any
+    order, each before its flag.
+    """
     from k3vl.kernels.kda.hopper import Walk, hopper_walk
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -112,8 +118,15 @@ def walk(
 
     windows, states = call.windows.clone(), call.states.clone()
     out = torch.full_like(call.inputs[1], float("nan")).contiguous()
+    chunks = prepare(call)
+    flags, others = None, threading.Thread(target=lambda: None)
+    if shape.group:
+        chunks, ready = tuple(torch.full_like(x, float("nan")) for x in chunks), chunks
+        flags = torch.zeros(len(ready[0]), dtype=torch.int32)
+        others = threading.Thread(target=release, args=(ready, chunks, flags))
+    others.start()
     job = Walk(
-        chunks=prepare(call),
+        chunks=chunks,
         inputs=call.inputs[:2],
         o_norm=call.weights.o_norm,
         pool=(windows, states, call.cells, call.cu_seqlens, call.ends),
@@ -121,9 +134,23 @@ def walk(
         out=out,
         eps=call.weights.eps,
         chunk=CHUNK,
+        flags=flags,
     )
     hopper_walk(job, shape, launch=on_cpu)
+    others.join()
     return out, windows, states
+
+
+def release(
+    ready: tuple[torch.Tensor, ...], chunks: tuple[torch.Tensor, ...], flags: torch.Tensor
+) -> None:
+    """Write chunk after chunk and set its flag, [H, slots], where the others have [slots, H]."""
+    slots = len(flags) // HEADS
+    for at in torch.randperm(len(flags)).tolist():
+        for source, target in zip(ready, chunks, strict=True):
+            target[at] = source[at]
+        time.sleep(1e-3)
+        flags[at % HEADS * slots + at // HEADS] = 1
 
 
 def expected(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -141,8 +168,10 @@ def normed(rows: torch.Tensor, call: Call) -> torch.Tensor:
     return heads.flatten(1) * torch.sigmoid(call.inputs[1].double().nan_to_num())
 
 
-@pytest.mark.parametrize(("values", "stages"), [(128, 3), (64, 2)])
-def test_kernel_is_its_reference(values: int, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("values", "stages", "group"), [(128, 3, 0), (64, 2, 0), (128, 2, 1), (64, 3, 2)]
+)
+def test_kernel_is_its_reference(values: int, stages: int, group: int) -> None:
     """Odd lengths, padding of NaN, whole chunks of padding, states and windows anywhere."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
@@ -151,7 +180,7 @@ def test_kernel_is_its_reference(values: int, stages: int) -> None:
     random.seed(values)
     call = make_call([1, 2, 33, 64, 200, 31], [0, 3, 0, 0, 40, 70])
     want, want_windows, want_states = expected(call)
-    got, windows, states = walk(call, HopperShape(values, stages, 128))
+    got, windows, states = walk(call, HopperShape(values, stages, 128, group=group))
     for begin, end in zip(call.ends.tolist(), call.cu_seqlens[1:].tolist(), strict=True):
         assert not got[begin:end].any(), "padding gets zeros"
     if values < KEY:

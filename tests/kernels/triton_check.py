@@ -320,6 +320,30 @@ def check_kda_pieces() -> Iterator[str]:
         yield f"{shape}"
 
 
+def check_kda_together() -> Iterator[str]:
+    """The two kernels side by side give the bits of one after the other. On a device only."""
+    if not ON_GPU or torch.cuda.get_device_capability() != (9, 0):
+        yield "not compute capability 9.0"
+        return
+    for heads, group, lengths in ((12, 12, [3000]), (96, 24, [2048, 1000, 1500]), (6, 3, [1100])):
+        weights, rows = kda_weights(heads, 128), sum(lengths)
+        args = kda_inputs(rows, heads, 128, torch.bfloat16)
+        cells = torch.randperm(len(lengths) * heads, device=DEVICE).view(-1, heads)
+        span = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+        fresh = pool(cells.numel(), 128, torch.bfloat16)
+        for values in (64, 128):
+            shape = KDAHopperShape(values, 3, 128)
+            want = [x.clone() for x in fresh]
+            out = kda_prefill(*args, weights, *want, cells, span, span[1:], shape=shape)
+            for _ in range(5):
+                got = [x.clone() for x in fresh]
+                together = shape._replace(group=group)
+                mine = kda_prefill(*args, weights, *got, cells, span, span[1:], shape=together)
+                assert torch.equal(mine, out), together
+                assert all(map(torch.equal, got, want)), together
+            yield f"H{heads} in groups of {group}, {values} value channels"
+
+
 def check_mla_decode() -> Iterator[str]:
     for dtype in DTYPES:
         for heads, latent, shared in ((4, 128, 16), (96, 512, 64))[: 2 if ON_GPU else 1]:
@@ -619,6 +643,7 @@ def check_prefill_pass() -> Iterator[str]:
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
     "kda_prefill": (check_kda_prefill, check_kda_snapshots, check_kda_pieces),
+    "kda_together": (check_kda_together,),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
         *(check_mla_store, check_mla_values),
