@@ -13,7 +13,7 @@ on its diagonal, and what divides by them are factors of rows and columns of the
 import triton
 import triton.language as tl
 
-from k3vl.kernels.kda.prepare_kernel import _invert, _silu, _whole, chunk_of
+from k3vl.kernels.kda.prepare_kernel import _silu, _whole, chunk_of
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
@@ -75,6 +75,22 @@ def _convolved(
             y = tl.fma(rows[s + j], factors[j], y)
         out = out + (_silu(y, FAST),)  # noqa: RUF005
     return out
+
+
+@triton.jit
+def _invert(mix, o_i, o_j, LEVELS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + mix)^-1 of a strictly lower triangle, by doubling: two inverted blocks make one.
+
+    No entry of the inverse, nor of the products on the way, exceeds 1: keys have unit length, and
+    beta and decay are below 1. So 16-bit floats with 11 bits of mantissa hold them well.
+    """
+    inverse = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i >> 1 == o_j >> 1, mix, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        below = (o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level > o_j >> level)
+        half = inverse.to(DTYPE)
+        step = tl.dot(tl.where(below, -mix, 0.0).to(DTYPE), half, input_precision=PRECISION)
+        inverse = tl.dot(half, step.to(DTYPE), inverse, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit

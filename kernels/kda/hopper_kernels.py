@@ -14,6 +14,7 @@ its accumulator into the tensor core through registers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -316,6 +317,7 @@ def kda_walk_sides_kernel(
     for i in gl.static_range(OUTS):
         mbarrier.init(told.index(i), count=SIDES)
         mbarrier.init(taken.index(i), count=1)
+    fence_async_shared()
     meet()
     if SIDES == 1:
         gl.warp_specialize(

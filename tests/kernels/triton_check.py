@@ -205,7 +205,12 @@ def check_kda_decode_large_slots() -> Iterator[str]:
 
 
 def run_prefill(
-    lengths: list[int], heads: int, key: int, dtype: torch.dtype, decay: float | None = None
+    lengths: list[int],
+    heads: int,
+    key: int,
+    dtype: torch.dtype,
+    decay: float | None = None,
+    scale: float = 1.0,
 ) -> None:
     weights = kda_weights(heads, key)
     pads = [int(x) for x in torch.randint(0, 3, (len(lengths),))]
@@ -214,6 +219,7 @@ def run_prefill(
     cu_seqlens = starts.to(DEVICE)
     ends = (starts[:-1] + torch.tensor(lengths)).to(DEVICE)
     args = kda_inputs(int(starts[-1]), heads, key, dtype)
+    args[0].mul_(scale)
     if decay is not None:
         args[2].fill_(decay)
     for begin, end in zip(ends.tolist(), starts[1:].tolist(), strict=True):
@@ -255,6 +261,7 @@ def check_kda_prefill() -> Iterator[str]:
         yield "short and odd lengths"
         for decay in (30.0, -30.0):  # log-decay at -5, and at 0
             run_prefill([128, 20], 1, 16, torch.float32, decay)
+        run_prefill([70], 1, 16, torch.float32, 30.0, 1e-2)
         yield "decay -5 and 0"
         return
     for dtype, heads, key in (
@@ -265,6 +272,8 @@ def check_kda_prefill() -> Iterator[str]:
         run_prefill(list(ODD), heads, key, dtype)
         for decay in (30.0, -30.0, 0.0):
             run_prefill([1000, 64, 7], heads, key, dtype, decay)
+        for decay in (30.0, 0.0):  # short keys
+            run_prefill([200, 64], heads, key, dtype, decay, 1e-2)
         yield f"{dtype} K{key}, every length, long sequences, three decays"
 
 
