@@ -166,6 +166,23 @@ def walk_state(
 
 
 @gluon.jit
+def widen(x):
+    """bfloat16 to float32, one instruction each; the compiler takes two for every upper half."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32,
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def reciprocal(x):
+    """One instruction, right but for the last bit; 0 of infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def gate_rows(p_gate, s_gate, o_t, o_k, left, ALIGNED: gl.constexpr):
     """Logits [C, K] of the output gate; 0 behind the last token."""
     at = (o_t * s_gate)[:, None] * ALIGNED + o_k[None, :]
@@ -199,17 +216,18 @@ def walk_rows(
         if BV == K:
             p_gate += C * (s_gate * ALIGNED)
             coming = gate_rows(p_gate, s_gate, o_t, o_k, length - (c + 1) * C, ALIGNED)
+            opened = norm * reciprocal(1.0 + gl.exp2(widen(logits) * -1.4426950408889634))
         mbarrier.wait(told.index(b), t // OUTS & 1)
         y = m_o.index(b).load(R)
         meet()
         mbarrier.arrive(taken.index(b), count=1)
         if BV == K:
-            o = y.to(gl.float32)
-            o *= gl.rsqrt(gl.sum(o * o, 1) / K + eps)[:, None] * norm
-            root = gl.rsqrt(1.0 + gl.exp2(logits.to(gl.float32) * -1.4426950408889634))
-            y = (o * (root * root)).to(gl.bfloat16)
+            o = widen(y)
+            o *= gl.rsqrt(gl.sum(o * o, 1) / K + eps)[:, None]
+            y = (o * opened).to(gl.bfloat16)
             logits = coming
-        y = gl.where((o_t < length - c * C)[:, None], y, 0.0)
+        if length - c * C < C:
+            y = gl.where((o_t < length - c * C)[:, None], y, 0.0)
         gl.store(p_out + at, y, mask=(o_t < room - c * C)[:, None])
         p_out += C * H * K
         t += 1

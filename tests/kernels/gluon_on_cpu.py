@@ -314,6 +314,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any
                     "see_what_others_wrote": lambda: None,
                     "let_next_launch_begin": lambda: None,
                     "pause": _pause,
+                    "widen": lambda x: x.float(),
+                    "reciprocal": lambda x: 1 / x,
                     "warpgroup_mma": _product,
                     "warpgroup_mma_wait": _finish,
                 }  # fmt: skip

@@ -11,7 +11,7 @@ from tests.process import run_check
 CHECK = Path(__file__).with_name("triton_check.py")
 OPS = (
     *("kda_decode", "kda_prefill", "mla_decode", "mla_prefill", "attn_residual", "vision"),
-    *("decode_step", "prefill_pass", "kda_together"),
+    *("decode_step", "prefill_pass"),
 )
 
 

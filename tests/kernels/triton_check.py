@@ -651,8 +651,10 @@ def check_prefill_pass() -> Iterator[str]:
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
-    "kda_prefill": (check_kda_prefill, check_kda_snapshots, check_kda_pieces),
-    "kda_together": (check_kda_together,),
+    "kda_prefill": (
+        *(check_kda_prefill, check_kda_snapshots, check_kda_pieces),
+        check_kda_together,  # last: an error in its flags ends the process
+    ),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
         *(check_mla_store, check_mla_values),
