@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 _PREFILL_VARIANTS: tuple[PrefillShape | HopperShape, ...] = (
     PrefillShape(64, 4, 3, 128),
     PrefillShape(64, 4, 3, 128, full=True),
-    PrefillShape(64, 4, 3, 168, full=True),
     HopperShape(64, 3, 128, full=False),
     HopperShape(64, 3, 128),
-    HopperShape(64, 3, 168),
-    HopperShape(128, 4, 128, full=False),
+    HopperShape(64, 3, 96),
     HopperShape(128, 4, 128),
     HopperShape(128, 5, 128),
+    HopperShape(128, 4, 112),
+    HopperShape(128, 4, 96),
     HopperShape(128, 4, 168),
 )
 _TOGETHER = (
     HopperShape(64, 3, 128, group=12),
+    HopperShape(64, 3, 96, group=12),
     HopperShape(64, 3, 128, group=24),
     HopperShape(128, 4, 128, group=12),
     HopperShape(128, 4, 128, group=24),
+    HopperShape(128, 4, 96, group=24),
     HopperShape(128, 4, 128, group=32),
     HopperShape(128, 4, 128, group=48),
 )

@@ -144,6 +144,9 @@ def _one_chunk(
         k_down = keys[s] * tl.exp2(tl.fma(totals[s], -bound, -from_middle))
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
+    k_up = _whole(k_ups, C, K, DTYPE)
+    down = tl.trans(_whole(k_downs, C, K, DTYPE))
+    mix = tl.dot(k_up, down, input_precision=PRECISION)
     queries = _convolved(x, p_window, s_tap, conv, o_g, o_k, lowest, count, S_QKV, 3 * H * K, R, W,
                          FULL, FAST)  # fmt: skip
     q_ups = ()
@@ -162,11 +165,8 @@ def _one_chunk(
     else:
         beta = tl.load(write + o_t * s_write, mask=o_t < count, other=0.0)
         beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
-    k_up = _whole(k_ups, C, K, DTYPE)
-    down = tl.trans(_whole(k_downs, C, K, DTYPE))
     read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
-    mix = tl.dot(k_up, down, input_precision=PRECISION)
     squares = tl.where(o_i == o_j, mix, 0.0)
     left = tl.rsqrt(tl.sum(squares, 1) + 1e-6)
     right = tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
