@@ -28,7 +28,12 @@ from k3vl.kernels.bench.attention_cases import (
     vision_cases,
 )
 from k3vl.kernels.bench.case import Case, Peer, ratio_of_norms
-from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
+from k3vl.kernels.bench.kda_cases import (
+    decode_cases,
+    prefill_cases,
+    prefill_part_cases,
+    prefill_together_cases,
+)
 from k3vl.kernels.bench.linear_cases import row_cases
 from k3vl.kernels.bench.moe_cases import (
     glu_cases,
@@ -49,6 +54,8 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "attn_residual": attn_residual_cases,
     "attn_residual_add": attn_residual_add_cases,
     "kda_prefill": prefill_cases,
+    "kda_prefill_parts": prefill_part_cases,
+    "kda_prefill_together": prefill_together_cases,
     "mla_decode": mla_decode_cases,
     "mla_around": mla_around_cases,
     "mla_prefill": mla_prefill_cases,
@@ -129,13 +136,8 @@ def run(
         # Where the reference is too much work, they are compared with ours.
         against = got if want is None else want
         for name, variant in case.variants.items():
-            # A prepared one compares itself.
-            if (
-                isinstance(variant, Peer)
-                or not ceilings
-                or not case.compared
-                or _agrees(case, name, variant, against)
-            ):
+            trusted = not ceilings or not case.compared
+            if isinstance(variant, Peer) or trusted or _agrees(case, name, variant, against):
                 everybody[f"k3vl, {name}"] = variant
     if peers:
         everybody.update(case.peers)

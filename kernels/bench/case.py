@@ -48,9 +48,10 @@ class Case:
             large for it, and a smaller case of the op has been compared.
         limit: of the ratio of norms.
         bytes, flops: the least that the work must move and compute.
-        variants: other launches of ours.
-        compared: whether every variant that is a call returns what ``ours`` does; one that is
-            wrong by ``limit`` against it is not timed.
+        variants: other launches of ours; as a ``Peer`` where only a result from the case's own
+            states can be compared.
+        compared: whether every variant returns what ``ours`` does; one that is wrong by ``limit``
+            against it is not timed.
         peers: other implementations, with what they leave out.
     """
 

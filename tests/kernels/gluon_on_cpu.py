@@ -32,7 +32,8 @@ GARBAGE = 0x2AAAAAAA
 """In memory of whole numbers that nobody has written to."""
 
 _meeting = threading.Condition()
-_begun = threading.local()
+_mine = threading.local()
+"""Of a group of warps: ``products`` under way, in the order in which they end."""
 
 
 class Pointer:
@@ -220,6 +221,10 @@ class _Language(ModuleType):
         return x.amax(axis)
 
     @staticmethod
+    def min(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.amin(axis)
+
+    @staticmethod
     def sum(x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.sum(axis)
 
@@ -229,7 +234,11 @@ class _Language(ModuleType):
 
     @staticmethod
     def load(
-        at: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = ""
+        at: Pointer,
+        mask: Any = None,
+        other: float = 0.0,
+        cache_modifier: str = "",
+        volatile: bool = False,
     ) -> torch.Tensor:
         flat, where, live = at.cells(mask)
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
@@ -364,25 +373,25 @@ def _copy(
             _meeting.notify_all()
 
 
+def _pause(rounds: int) -> None:
+    time.sleep(1e-3)
+    assert rounds < PATIENCE * 1e3, "nobody set the flag"
+
+
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
     if not is_async:
         return product.value()
-    _begun.products = [*getattr(_begun, "products", []), product]
+    _mine.__dict__.setdefault("products", []).append(product)
     return product
 
 
 def _finish(outstanding: int, deps: list[Product]) -> Any:
-    """All but the last ``outstanding`` products of this group are over; those of ``deps`` are."""
-    products = _begun.products
-    over, _begun.products = (
-        products[: len(products) - outstanding],
-        products[len(products) - outstanding :],
-    )
-    for product in over:
-        product.value()
-    assert all(product.done is not None for product in deps), "not waited for"
-    values = tuple(product.done for product in deps)
+    under_way = _mine.__dict__.setdefault("products", [])
+    while len(under_way) > outstanding:
+        under_way.pop(0).value()
+    assert all(product.done is not None for product in deps), "a product that may not be done"
+    values = tuple(product.value() for product in deps)
     return values[0] if len(values) == 1 else values
 
 
@@ -414,6 +423,11 @@ def launch(
             "begin_copy": _copy,
             "meet": lambda: None,
             "fence_async_shared": lambda: None,
+            "see_what_others_wrote": lambda: None,
+            "let_next_launch_begin": lambda: None,
+            "pause": _pause,
+            "widen": lambda x: x.float(),
+            "reciprocal": lambda x: 1 / x,
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": _finish,
             "tl": _OfTriton,
@@ -422,7 +436,7 @@ def launch(
             "wait_group": copies.wait,
         }
         for name, value in scope.items():
-            if isinstance(getattr(value, "fn", None), FunctionType):
+            if isinstance(getattr(value, "fn", None), FunctionType) and names[name] is value:
                 names[name] = FunctionType(value.fn.__code__, names, name)
         names.update(stand_ins or {})
         names[kernel.fn.__name__](*pointers, **constants)

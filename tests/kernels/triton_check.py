@@ -26,6 +26,7 @@ from k3vl.kernels.kda.gpu import (
     kda_decode,
     kda_prefill,
 )
+from k3vl.kernels.kda.hopper import HopperShape as KDAHopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
@@ -228,7 +229,12 @@ def check_kda_decode_large_slots() -> Iterator[str]:
 
 
 def run_prefill(
-    lengths: list[int], heads: int, key: int, dtype: torch.dtype, decay: float | None = None
+    lengths: list[int],
+    heads: int,
+    key: int,
+    dtype: torch.dtype,
+    decay: float | None = None,
+    scale: float = 1.0,
 ) -> None:
     weights = kda_weights(heads, key)
     pads = [int(x) for x in torch.randint(0, 3, (len(lengths),))]
@@ -237,6 +243,7 @@ def run_prefill(
     cu_seqlens = starts.to(DEVICE)
     ends = (starts[:-1] + torch.tensor(lengths)).to(DEVICE)
     args = kda_inputs(int(starts[-1]), heads, key, dtype)
+    args[0].mul_(scale)
     if decay is not None:
         args[2].fill_(decay)
     for begin, end in zip(ends.tolist(), starts[1:].tolist(), strict=True):
@@ -249,12 +256,17 @@ def run_prefill(
     clean = [x.double().nan_to_num() for x in args]
     reference = (wide(weights, -5.0), want_windows, want_states, cells, cu_seqlens, ends)
     want = kda_prefill_reference(*clean, *reference)
-    shapes: list[PrefillShape | None] = [None]
+    shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if LARGE and dtype != torch.float32:
         shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
-        shapes += [PrefillShape(key, 8, 3, 168)]
+        shapes += [PrefillShape(key, 8, 3, 168), PrefillShape(64, 4, 3, 128, full=True)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None)]
+        shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, full=True)]
+    elif not ON_GPU:
+        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+    hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+    if hopper and dtype == torch.bfloat16 and key == 128:
+        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -273,6 +285,7 @@ def check_kda_prefill() -> Iterator[str]:
         yield "short and odd lengths"
         for decay in (30.0, -30.0):  # log-decay at -5, and at 0
             run_prefill([128, 20], 1, 16, torch.float32, decay)
+        run_prefill([70], 1, 16, torch.float32, 30.0, 1e-2)
         yield "decay -5 and 0"
         return
     for dtype, heads, key in (
@@ -283,6 +296,8 @@ def check_kda_prefill() -> Iterator[str]:
         run_prefill(list(ODD) if LARGE else [1, 2, 17, 33, 65], heads, key, dtype)
         for decay in (30.0, -30.0, 0.0) * LARGE:
             run_prefill([1000, 64, 7], heads, key, dtype, decay)
+        for decay in (30.0, 0.0):  # short keys
+            run_prefill([200, 64], heads, key, dtype, decay, 1e-2)
         yield f"{dtype} K{key}, every length, long sequences, three decays"
 
 
@@ -310,6 +325,56 @@ def check_kda_snapshots() -> Iterator[str]:
         assert torch.equal(own[0][cell], alone[0][4]), depth
     assert torch.equal(own[1][0], states[0])
     yield f"depths {CHUNK} and {2 * CHUNK}"
+
+
+def check_kda_pieces() -> Iterator[str]:
+    """A sequence in pieces of whole chunks has the bits of one that is not."""
+    dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
+    shapes: list[PrefillShape | KDAHopperShape | None] = [None]
+    if not ON_GPU:
+        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+    elif torch.cuda.get_device_capability() == (9, 0):
+        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
+    weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
+    cells = torch.tensor([[1, 0]], device=DEVICE)
+    windows, states = pool(2, key, dtype)
+    for shape in shapes:
+        whole, parts = ((windows.clone(), states.clone()) for _ in range(2))
+        span = torch.tensor([0, 140], device=DEVICE)
+        want = kda_prefill(*args, weights, *whole, cells, span, span[1:], shape=shape)
+        got = []
+        for begin, end in ((0, CHUNK), (CHUNK, 3 * CHUNK), (3 * CHUNK, 140)):
+            piece = [x[begin:end] for x in args]
+            span = torch.tensor([0, end - begin], device=DEVICE)
+            got.append(kda_prefill(*piece, weights, *parts, cells, span, span[1:], shape=shape))
+        assert torch.equal(torch.cat(got), want), shape
+        assert torch.equal(parts[0], whole[0]), shape
+        assert torch.equal(parts[1], whole[1]), shape
+        yield f"{shape}"
+
+
+def check_kda_together() -> Iterator[str]:
+    """The two kernels side by side give the bits of one after the other. On a device only."""
+    if not ON_GPU or torch.cuda.get_device_capability() != (9, 0):
+        yield "not compute capability 9.0"
+        return
+    for heads, group, lengths in ((12, 12, [3000]), (96, 24, [2048, 1000, 1500]), (6, 3, [1100])):
+        weights, rows = kda_weights(heads, 128), sum(lengths)
+        args = kda_inputs(rows, heads, 128, torch.bfloat16)
+        cells = torch.randperm(len(lengths) * heads, device=DEVICE).view(-1, heads)
+        span = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+        fresh = pool(cells.numel(), 128, torch.bfloat16)
+        for values in (64, 128):
+            shape = KDAHopperShape(values, 3, 128)
+            want = [x.clone() for x in fresh]
+            out = kda_prefill(*args, weights, *want, cells, span, span[1:], shape=shape)
+            for _ in range(5):
+                got = [x.clone() for x in fresh]
+                together = shape._replace(group=group)
+                mine = kda_prefill(*args, weights, *got, cells, span, span[1:], shape=together)
+                assert torch.equal(mine, out), together
+                assert all(map(torch.equal, got, want)), together
+            yield f"H{heads} in groups of {group}, {values} value channels"
 
 
 def check_mla_decode() -> Iterator[str]:
@@ -639,7 +704,10 @@ CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
         check_kda_decode_padding,
         check_kda_decode_large_slots,
     ),
-    "kda_prefill": (check_kda_prefill, check_kda_snapshots),
+    "kda_prefill": (
+        *(check_kda_prefill, check_kda_snapshots, check_kda_pieces),
+        check_kda_together,  # last: an error in its flags ends the process
+    ),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
         *(check_mla_store, check_mla_values),
