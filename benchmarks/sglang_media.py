@@ -35,6 +35,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -241,9 +242,7 @@ class Media:
 
     def wait(self) -> None:
         """Until all are there: making them would take from what is measured."""
-        for futures in self._rounds.values():
-            for future in futures:
-                future.result()
+        wait_for([future for futures in self._rounds.values() for future in futures])
 
     def first(self, kind: str) -> str:
         """One that no round has."""
