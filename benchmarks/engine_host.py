@@ -60,7 +60,8 @@ class FreeModel:
         self._logits[0, token_id] = 1.0
 
     def __call__(self, batch: Any, cache: Any) -> torch.Tensor:
-        return self._logits.expand(len(batch.logit_rows), -1)
+        wanted = batch.token_ids if batch.logit_rows is None else batch.logit_rows
+        return self._logits.expand(len(wanted), -1)
 
 
 class FreeEncoder:

@@ -1,7 +1,8 @@
 """Where the time of a slice of K3 goes: every launch of a decode step and of a prefill, by name.
 
     python -m benchmarks.slice_profile [--layers 5] [--decode 1,32] [--prefill 4096] \
-        [--context 512] [--pass-tokens 8192] [--output FILE.json] [--device cpu --tiny]
+        [--context 512] [--pass-tokens 8192] [--output FILE.json] [--device cpu --tiny] \
+        [--ways ';late;torch;one stream;16,512,2,2048,4']
 
 The engine is that of ``k3vl bench slice``, on the same random weights; nothing is compared. First
 steps are timed as they are: what the host does before the model is replayed, while it runs and
@@ -20,10 +21,12 @@ import re
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -34,6 +37,7 @@ from k3vl.app import slice_bench
 from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
+from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.lm.decode import padded_size
 from k3vl.lm.engine import Engine
 from k3vl.load import choose_device
@@ -216,7 +220,53 @@ class HostClock:
         return found
 
 
-def decoding(engine: Engine, batch: int, options: SliceOptions) -> dict[str, Any]:
+@contextmanager
+def other_way(name: str):
+    """Record steps in another way.
+
+    ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
+    ``one stream``: shared experts behind the routed ones. Numbers: of a
+    :class:`~k3vl.kernels.linear.gpu.RowShape`.
+    """
+    from k3vl.kernels import dependent
+    from k3vl.kernels.linear import gpu as linear
+    from k3vl.kernels.moe import beside
+    from k3vl.kernels.moe import gpu as moe
+
+    with ExitStack() as stack:
+        if name == "late":
+            stack.enter_context(dependent.after_all())
+        elif name == "torch":
+            for module in (linear, moe):
+                stack.enter_context(patch.object(module, "is_row", lambda *_: False))
+        elif name == "one stream":
+            whole = ComposedLatentMoE.__call__
+            stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", whole))
+        elif name:
+            shape = linear.RowShape(*_numbers(name))
+            stack.enter_context(patch.object(linear, "ROW", shape))
+        yield
+
+
+def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict[str, Any]:
+    """One request's steps, recorded in different ways, each twice in turns."""
+    found: dict[str, Any] = {"what": "decode B1, ways"}
+    for turn in range(2):
+        for way in ways:
+            with other_way(way):
+                engine.decoder.renew(engine.model)
+                timed = decoding(engine, 1, options, trace=False)
+            for key in ("step_us", "model_us"):
+                found[f"{way or 'default'} {key} {turn}"] = timed.get(key)
+            print(f"{way or 'default':24} {timed['step_us']:9.1f} us a step, ", end="")
+            print(f"{timed.get('model_us', 0.0):9.1f} on the device", flush=True)
+    engine.decoder.renew(engine.model)
+    return found
+
+
+def decoding(
+    engine: Engine, batch: int, options: SliceOptions, *, trace: bool = True
+) -> dict[str, Any]:
     """Steps of so many requests."""
     received: list[Token] = []
     most = slice_bench._most_new(batch, options)
@@ -235,7 +285,7 @@ def decoding(engine: Engine, batch: int, options: SliceOptions) -> dict[str, Any
             engine.step()
             borders.append((begin, time.perf_counter()))
     found = clock.report(borders)
-    launches = traced(lambda: [engine.step() for _ in range(TRACED)])
+    launches = traced(lambda: [engine.step() for _ in range(TRACED)]) if trace else []
     for request in range(batch):
         engine.cancel(request)
     return {"what": f"decode B{batch}", **found, **summary_of(steps_of(launches))}
@@ -292,6 +342,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--pass-tokens", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=10, help="lines of a table")
+    parser.add_argument("--ways", type=lambda text: text.split(";"), help="see other_way")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path)
     flags = parser.parse_args()
@@ -316,14 +367,18 @@ def main() -> None:
         stop_ids=(),
     )
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
-    found = []
+    found: list[dict[str, Any]] = []
+    about = describe(device, None, commit=flags.commit)
     jobs = [(decoding, batch) for batch in options.decode]
     for work, size in (*jobs, *((prefilling, tokens) for tokens in options.prefill)):
         found.append(work(engine, size, options))
         show(found[-1], flags.rows)
         if flags.output:
             flags.output.parent.mkdir(parents=True, exist_ok=True)
-            about = describe(device, None, commit=flags.commit)
+            flags.output.write_text(json.dumps({**about, "profiles": found}, indent=1) + "\n")
+    if flags.ways:
+        found.append(compared(engine, flags.ways, options))
+        if flags.output:
             flags.output.write_text(json.dumps({**about, "profiles": found}, indent=1) + "\n")
     print(f"{time.perf_counter() - began:.1f} s", flush=True)
 

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.kernels.attn_residual import attn_residual
-from k3vl.kernels.gated_mlp import ComposedGatedMLP
+from k3vl.kernels.attn_residual import AttnResidualOp, attn_residual
+from k3vl.kernels.gated_mlp import ComposedGatedMLP, glu_linear
 from k3vl.kernels.kda import kda_decode, kda_prefill
 from k3vl.kernels.kda.layer import ComposedKDA
 from k3vl.kernels.linear import linear
 from k3vl.kernels.mla import (
+    mla_absorb,
     mla_decode,
+    mla_gate,
     mla_prefill,
     mla_prefill_latent,
     mla_store,
     mla_values,
 )
 from k3vl.kernels.mla.layer import ComposedMLA, ComposedMLALayer
-from k3vl.kernels.moe import moe_experts, route, router_logits
+from k3vl.kernels.moe import moe_experts, moe_front, route
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.kernels.rms_norm import rms_norm
-from k3vl.kernels.situ import glu
 from k3vl.kernels.vision import REFERENCE, VisionKernels, cpu_vision, triton_vision
 
 if TYPE_CHECKING:
@@ -37,11 +38,20 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import DecodeOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.mla.layer import (
+        AbsorbOp,
+        DecodeOp,
+        GateOp,
+        MLALayerOp,
+        PrefillOp,
+        StoreOp,
+        ValuesOp,
+    )
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
-    from k3vl.kernels.moe.latent import ExpertsOp, LatentMoEOp, RouteOp
+    from k3vl.kernels.moe.latent import ExpertsOp, FrontOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +84,7 @@ class Kernels:
     row_independent: bool
     linear: LinearOp
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attn_residual: AttnResidualOp
     kda: KDALayerOp
     mla: MLALayerOp
     latent_moe: LatentMoEOp[FloatExperts]
@@ -101,22 +111,31 @@ def composed_kernels(
     reason: str,
     kda_decode: KDADecode,
     kda_prefill: KDAPrefill,
+    mla_absorb: AbsorbOp,
     mla_decode: DecodeOp,
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_prefill: PrefillOp,
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     mla_store: StoreOp,
     mla_values: ValuesOp,
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
-    router_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    mla_gate: GateOp,
+    attn_residual: AttnResidualOp,
+    moe_front: FrontOp,
     route: RouteOp,
     moe_experts: ExpertsOp[FloatExperts],
     moe_experts_mxfp4: ExpertsOp[Mxfp4Experts],
-    glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor],
+    linear: LinearOp,
+    glu_linear: Callable[[torch.Tensor, Weight, GatedActivation], torch.Tensor],
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
     moe_layer: type[ComposedLatentMoE[Any]] = ComposedLatentMoE,
 ) -> Kernels:
-    """Whole layers from smaller ops, with torch's matrix products between them."""
-    gated_mlp = ComposedGatedMLP(glu)
+    """Whole layers from smaller ops."""
+    gated_mlp = ComposedGatedMLP(glu_linear, linear)
+
+    def latent_moe(experts: ExpertsOp[Any]) -> LatentMoEOp[Any]:
+        return moe_layer(
+            front=moe_front, route=route, moe_experts=experts, gated_mlp=gated_mlp, linear=linear
+        )
+
     return Kernels(
         name=name,
         reason=reason,
@@ -129,23 +148,18 @@ def composed_kernels(
             linear=linear,
             rms_norm=rms_norm,
             attend=ComposedMLA(
+                mla_absorb=mla_absorb,
                 mla_decode=mla_decode,
                 mla_prefill=mla_prefill,
                 mla_prefill_latent=mla_prefill_latent,
                 mla_store=mla_store,
                 mla_values=mla_values,
+                mla_gate=mla_gate,
             ),
         ),
-        latent_moe=moe_layer(
-            router_logits=router_logits, route=route, moe_experts=moe_experts, gated_mlp=gated_mlp
-        ),
+        latent_moe=latent_moe(moe_experts),
         latent_moe_coded=None,
-        latent_moe_mxfp4=moe_layer(
-            router_logits=router_logits,
-            route=route,
-            moe_experts=moe_experts_mxfp4,
-            gated_mlp=gated_mlp,
-        ),
+        latent_moe_mxfp4=latent_moe(moe_experts_mxfp4),
         gated_mlp=gated_mlp,
     )
 
@@ -157,17 +171,20 @@ def reference_kernels(reason: str) -> Kernels:
         reason=reason,
         kda_decode=kda_decode,
         kda_prefill=kda_prefill,
+        mla_absorb=mla_absorb,
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
         mla_store=mla_store,
         mla_values=mla_values,
+        mla_gate=mla_gate,
         attn_residual=attn_residual,
-        router_logits=router_logits,
+        moe_front=moe_front,
         route=route,
         moe_experts=moe_experts,
         moe_experts_mxfp4=moe_experts,
-        glu=glu,
+        linear=linear,
+        glu_linear=glu_linear,
         rms_norm=rms_norm,
     )
 
@@ -204,8 +221,11 @@ def triton_kernels(reason: str) -> Kernels:
     """Attention, states, mixtures and experts in Triton; plain matrix products from PyTorch."""
     from k3vl.kernels.attn_residual.gpu import attn_residual
     from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
+    from k3vl.kernels.linear.gpu import glu_linear_gpu, linear_gpu
     from k3vl.kernels.mla.gpu import (
+        mla_absorb,
         mla_decode,
+        mla_gate,
         mla_prefill,
         mla_prefill_latent,
         mla_store,
@@ -215,27 +235,30 @@ def triton_kernels(reason: str) -> Kernels:
     from k3vl.kernels.moe.gpu import (
         moe_experts_gpu,
         moe_experts_mxfp4_gpu,
+        moe_front_gpu,
         route_gpu,
-        router_logits_gpu,
     )
-    from k3vl.kernels.situ.gpu import glu_gpu
+    from k3vl.kernels.rms_norm.gpu import rms_norm
 
     language = composed_kernels(
         name="triton",
         reason=reason,
         kda_decode=kda_decode,
         kda_prefill=kda_prefill,
+        mla_absorb=mla_absorb,
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         mla_prefill_latent=mla_prefill_latent,
         mla_store=mla_store,
         mla_values=mla_values,
+        mla_gate=mla_gate,
         attn_residual=attn_residual,
-        router_logits=router_logits_gpu,
+        moe_front=moe_front_gpu,
         route=route_gpu,
         moe_experts=moe_experts_gpu,
         moe_experts_mxfp4=moe_experts_mxfp4_gpu,
-        glu=glu_gpu,
+        linear=linear_gpu,
+        glu_linear=glu_linear_gpu,
         rms_norm=rms_norm,
         moe_layer=LatentMoEBeside,
     )

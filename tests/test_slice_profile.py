@@ -12,6 +12,7 @@ from benchmarks.slice_profile import (
     kind_of,
     launches_of,
     main,
+    other_way,
     short,
     steps_of,
     summary_of,
@@ -107,3 +108,20 @@ def test_it_runs_where_nothing_is_traced(monkeypatch, capsys, tmp_path) -> None:
     assert "decode B2" in shown
     assert "prefill 40" in shown
     assert out.stat().st_size
+
+
+def test_other_ways_are_undone() -> None:
+    from k3vl.kernels import dependent
+    from k3vl.kernels.linear import gpu
+
+    usual, takes = gpu.ROW, gpu.is_row
+    with other_way("late"):
+        assert dependent._joined.get()
+    with other_way("torch"):
+        assert not gpu.is_row()
+    with other_way("16,512,2,2048,3"):
+        assert gpu.RowShape(16, 512, 2, 2048, 3) == gpu.ROW
+    with other_way("one stream"), other_way(""):
+        pass
+    assert (gpu.ROW, gpu.is_row) == (usual, takes)
+    assert not dependent._joined.get()

@@ -70,7 +70,7 @@ class Batch:
         decode_rows: [num_decodes, L] int64, where the pages of ``page`` latents begin that each of
             these sequences sees, and decode_lens: [num_decodes] int64, how many latents that are.
         prefill_rows: per prefill sequence [L_i] int64, all latents it sees.
-        logit_rows: [R] int64, rows whose logits are wanted, in sequence order.
+        logit_rows: [R] int64, rows whose logits are wanted, in sequence order; None: all.
         page: see ``decode_rows``; with 1 they are the latents' own rows.
     """
 
@@ -86,7 +86,7 @@ class Batch:
     decode_rows: torch.Tensor
     decode_lens: torch.Tensor
     prefill_rows: tuple[torch.Tensor, ...]
-    logit_rows: torch.Tensor
+    logit_rows: torch.Tensor | None
     page: int = 1
 
 

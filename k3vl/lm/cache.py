@@ -183,6 +183,7 @@ class HybridCache:
         self.rows_per_unit = sizes.unit_bytes // (width * item)
         self._kda_shape = (kda, linear.num_heads)
         self._per_unit = sizes.cells_per_unit
+        self._inside = torch.arange(self._per_unit, device=device)
 
     def cells(self, slots: Sequence[Sequence[int]]) -> torch.Tensor:
         """Cells of every slot (its units), as [KDA layers, B, H] int64."""
@@ -195,8 +196,8 @@ class HybridCache:
 
     def cells_of(self, units: torch.Tensor) -> torch.Tensor:
         """As :meth:`cells`, of units [B, U] int64 on the device; those below 0 have none, < 0."""
-        inside = torch.arange(self._per_unit, device=units.device)
-        return self._cells_in(units[..., None] * self._per_unit + inside).contiguous()
+        cells = torch.add(self._inside, units[..., None], alpha=self._per_unit)
+        return self._cells_in(cells).contiguous()
 
     def _cells_in(self, cells: Integers) -> Integers:
         """[B, U, cells in a unit] to [KDA layers, B, H]; a slot's last unit may have some over."""

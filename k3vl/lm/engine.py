@@ -330,8 +330,10 @@ class Engine:
         with self.times.stage("decode"):
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
+            if not decoding:
+                self.decoder.land()
             for first in range(0, len(decoding), each):
-                self._decode(decoding[first : first + each])
+                self._decode(decoding[first : first + each], ahead=not apart)
         with self.times.stage("prefill"):
             self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
         return busy
@@ -377,16 +379,28 @@ class Engine:
         self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds
 
-    def _decode(self, jobs: list[Job]) -> None:
+    def _decode(self, jobs: list[Job], *, ahead: bool) -> None:
         """One token of every request, in one pass."""
         last = [job for job in jobs if job.sequence.num_pending == 1]
         rows = rows_of([(job, 1) for job in jobs], self.cache)
-        chosen = self.decoder.run(rows, [job.sampler for job in last])
+        ahead = ahead and self._goes_on(jobs)
+        chosen = self.decoder.run(rows, [job.sampler for job in last], ahead=ahead)
         for job in jobs:
             self._name_page(job)
             self._advance(job.sequence, 1)
         for job, token_id in zip(last, chosen, strict=True):
             self._emit(job, token_id)
+
+    def _goes_on(self, jobs: list[Job]) -> bool:
+        """Whether the next step is to decode the same requests, but for those that end or give way.
+
+        Nobody joins them: all that run decode already, and what decoding leaves is kept for nobody.
+        """
+        return (
+            len(jobs) == len(self.scheduler.running)
+            and not self.scheduler.keep_decoded
+            and all(job.sequence.max_new - job.sequence.num_generated > 1 for job in jobs)
+        )
 
     def _name_page(self, job: Job) -> None:
         """Give the page that the coming token completes a key, if it is to be kept."""

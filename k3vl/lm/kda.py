@@ -72,7 +72,9 @@ class KimiDeltaAttention(nn.Module):
             ),
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch, state: KDAState) -> torch.Tensor:
-        """[N, D] -> [N, D]; advances ``state`` in place."""
+    def forward(
+        self, x: torch.Tensor, batch: Batch, state: KDAState, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[N, D] -> [N, D], added to ``onto`` if there is one; advances ``state`` in place."""
         cells = batch.cells[state.index]  # [B, H]
-        return self.kernels.kda(x, self.weights, state.windows, state.states, cells, batch)
+        return self.kernels.kda(x, self.weights, state.windows, state.states, cells, batch, onto)

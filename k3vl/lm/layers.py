@@ -57,6 +57,6 @@ class GatedMLP(nn.Module):
             activation=self.activation,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]."""
-        return self.kernels.gated_mlp(x, self.weights)
+    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, D] -> [N, D]; added to ``onto``, which is then what is returned."""
+        return self.kernels.gated_mlp(x, self.weights, onto)

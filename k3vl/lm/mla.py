@@ -82,6 +82,15 @@ class MultiHeadLatentAttention(nn.Module):
             eps=self.kv_norm.eps,
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch, latents: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]; writes the new tokens' rows of ``latents`` [S, R + P]."""
-        return self.kernels.mla(x, self.weights, latents, batch)
+    def forward(
+        self,
+        x: torch.Tensor,
+        batch: Batch,
+        latents: torch.Tensor,
+        onto: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[N, D] -> [N, D], added to ``onto`` if there is one.
+
+        Writes the new tokens' rows of ``latents`` [S, R + P].
+        """
+        return self.kernels.mla(x, self.weights, latents, batch, onto)

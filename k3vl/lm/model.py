@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from k3vl.kernels.situ import SiluGLU, SituGLU
 from k3vl.lm.kda import KimiDeltaAttention
@@ -88,8 +87,9 @@ class Layer(nn.Module):
         """Advance the stream; ``state`` is this layer's part of the cache."""
         x = stream.read(self.attn_read)
         stream.begin_layer(self.index)
-        stream.add(self.attn(x, batch, state))
-        stream.add(self.mlp(stream.read(self.mlp_read)))
+        stream.add(self.attn(x, batch, state, stream.sum))
+        x = stream.read(self.mlp_read)
+        stream.add(self.mlp(x, stream.sum))
 
 
 class K3Model(nn.Module):
@@ -148,11 +148,14 @@ class K3Model(nn.Module):
         Returns:
             [R, vocab] float32 logits of ``batch.logit_rows``.
         """
-        x = F.embedding(batch.token_ids, self.embedding)
+        stream = self.stream(len(batch.token_ids), self.embedding, self.config)
+        torch.index_select(self.embedding, 0, batch.token_ids, out=stream.first)
         if batch.features is not None and batch.feature_rows is not None:
-            x = x.index_copy(0, batch.feature_rows, batch.features.to(x.dtype))
-        stream = self.stream(x, self.config)
+            features = batch.features.to(stream.first.dtype)
+            stream.first.index_copy_(0, batch.feature_rows, features)
         for layer, state in zip(self.layers, cache.layers, strict=True):
             layer(stream, batch, state)
-        hidden = stream.read(self.final_read)[batch.logit_rows]
-        return self.kernels.linear(hidden, self.weights.matrix).float()
+        hidden = stream.read(self.final_read)
+        if batch.logit_rows is not None:
+            hidden = hidden[batch.logit_rows]
+        return self.kernels.linear(hidden, self.weights.matrix, dtype=torch.float32)

@@ -72,7 +72,7 @@ class LatentMoE(nn.Module):
             if form == "float"
             else self._packed_experts(config, device)
         )
-        self.run: Callable[[torch.Tensor], torch.Tensor]
+        self.run: Callable[..., torch.Tensor]
         self.bind(AsAllocated())
 
     def bind(self, storage: Storage) -> None:
@@ -92,9 +92,9 @@ class LatentMoE(nn.Module):
         coded = CodedExperts(w13=tuple(map(as_rows, w13)), w2=tuple(map(as_rows, w2)))
         self.run = partial(ops.latent_moe_coded, weights=self._weights(storage, coded))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]."""
-        return self.run(x)
+    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, D] -> [N, D]; added to ``onto``, which is then what is returned."""
+        return self.run(x, onto=onto)
 
     def _float_experts(
         self, config: TextConfig, dtype: torch.dtype, device: torch.device

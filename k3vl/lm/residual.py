@@ -39,7 +39,13 @@ class ReadWeights(nn.Module):
 
 
 class Stream(Protocol):
-    """The residual stream of one forward pass."""
+    """The residual stream of one forward pass.
+
+    Attributes:
+        first: [N, D], the embeddings.
+    """
+
+    first: torch.Tensor
 
     def begin_layer(self, layer: int) -> None:
         """Called after the layer's first read."""
@@ -47,8 +53,12 @@ class Stream(Protocol):
     def read(self, weights: ReadWeights) -> torch.Tensor:
         """Normalised input of the next sub-layer, [N, D]."""
 
+    @property
+    def sum(self) -> torch.Tensor | None:
+        """[N, D], what a sub-layer may add its output to; None: it is the first of its block."""
+
     def add(self, y: torch.Tensor) -> None:
-        """Take a sub-layer's output, [N, D]."""
+        """Take a sub-layer's output, [N, D]; :attr:`sum` itself has been added to already."""
 
 
 class AttentionResidualStream:
@@ -57,44 +67,43 @@ class AttentionResidualStream:
     Freezing a block is then a matter of counting one row more. A frozen row is never written again.
     """
 
-    def __init__(self, x: torch.Tensor, config: TextConfig) -> None:
-        """Start from the embeddings [N, D]."""
+    def __init__(self, tokens: int, like: torch.Tensor, config: TextConfig) -> None:
+        """Room for N tokens; whoever makes it fills :attr:`first` with their embeddings [N, D]."""
         assert config.attn_res_block_size is not None
         self.block = config.attn_res_block_size
         blocks = -(-config.num_hidden_layers // self.block)
-        self.rows = x.new_empty(blocks + 1, *x.shape)
-        self.rows[0] = x
+        self.rows = like.new_empty(blocks + 1, tokens, config.hidden_size)
+        self.first = self.rows[0]
         self.live = 1
-        self.fresh = False  # the running sum's row has not been written yet
+        self.sum: torch.Tensor | None = self.first
 
     def begin_layer(self, layer: int) -> None:
         """Freeze the running sum at the start of every block."""
         if layer % self.block == 0:
             self.live += 1
-            self.fresh = True
+            self.sum = None
 
     def read(self, weights: ReadWeights) -> torch.Tensor:
         """Mix the bank and the running sum, then normalise."""
-        assert not self.fresh
+        assert self.sum is not None
         assert weights.query is not None
         rows = self.rows[: self.live]
         return weights.kernels.attn_residual(rows, weights.query, weights.norm, weights.eps)
 
     def add(self, y: torch.Tensor) -> None:
         """Add to the running sum of this block."""
-        if self.fresh:
-            self.rows[self.live - 1] = y
-            self.fresh = False
-        else:
-            self.rows[self.live - 1].add_(y)
+        if self.sum is None:
+            self.sum = self.rows[self.live - 1].copy_(y)
+        elif y is not self.sum:
+            self.sum.add_(y)
 
 
 class PlainStream:
     """The sum of everything so far."""
 
-    def __init__(self, x: torch.Tensor, config: TextConfig) -> None:
-        """Start from the embeddings [N, D]."""
-        self.sum = x
+    def __init__(self, tokens: int, like: torch.Tensor, config: TextConfig) -> None:
+        """As of :class:`AttentionResidualStream`."""
+        self.sum = self.first = like.new_empty(tokens, config.hidden_size)
 
     def begin_layer(self, layer: int) -> None:
         """Nothing happens between layers."""
@@ -105,4 +114,5 @@ class PlainStream:
 
     def add(self, y: torch.Tensor) -> None:
         """Add to the sum."""
-        self.sum = self.sum + y
+        if y is not self.sum:
+            self.sum.add_(y)

@@ -81,9 +81,15 @@ NUM_PARAMS = len(GREEDY.numbers)
 
 
 class Chooser(Protocol):
-    """Who decides on one request's tokens: first :meth:`ask`, then :meth:`take`, every token."""
+    """Who decides on one request's tokens: first :meth:`ask`, then :meth:`take`, every token.
+
+    Attributes:
+        logprobs: of the last token, as asked for.
+        foresees: whether it can be asked for a token before it has taken the last one.
+    """
 
     logprobs: TokenLogprob | None
+    foresees: bool
 
     def ask(self) -> Ask:
         """What it wants of the next token."""
@@ -99,6 +105,7 @@ class Sampler:
         """Seed the request's own generator."""
         self.params = params
         self.logprobs: TokenLogprob | None = None
+        self.foresees = params.logit_mask is None
         self._ask = Ask(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -134,6 +141,7 @@ class Forced:
     def __init__(self, token_ids: Sequence[int], num_top: int = 0) -> None:
         """The choices, in order."""
         self.logprobs: TokenLogprob | None = None
+        self.foresees = True
         self._left = iter(token_ids)
         self._num_top = num_top
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch.nn import functional as F
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.situ import glu as glu_reference
 from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from k3vl.kernels.linear import LinearOp
     from k3vl.kernels.situ import GatedActivation
     from k3vl.kernels.weight import Weight
 
@@ -40,29 +42,56 @@ class GatedMLPOp(Protocol):
     Args:
         x: [N, D].
         weights: of the layer.
+        onto: [N, D], which the result is added to in place.
 
     Returns:
-        [N, D] in the dtype of ``x``.
+        [N, D] in the dtype of ``x``; ``onto`` itself where it is given.
 
     Raises:
         ShapeError: the shapes disagree.
     """
 
-    def __call__(self, x: torch.Tensor, weights: GatedMLPWeights) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: GatedMLPWeights, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
+
+
+def glu_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    activation: GatedActivation,
+    *,
+    glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor] = glu_reference,
+) -> torch.Tensor:
+    """A projection to gates and ups, and their activation.
+
+    Args:
+        x: [N, D].
+        weight: [2 I, D], gate rows first.
+        activation: [N, 2 I] -> [N, I].
+        glu: what applies it.
+
+    Returns:
+        [N, I] in the dtype of ``x``.
+    """
+    return glu(F.linear(x, plain(weight)), activation)
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedGatedMLP:
-    """The op as two projections around an activation op (:func:`k3vl.kernels.situ.glu`)."""
+    """The op as two projections, the first with the activation (:func:`glu_linear`)."""
 
-    glu: Callable[[torch.Tensor, GatedActivation], torch.Tensor]
+    glu_linear: Callable[[torch.Tensor, Weight, GatedActivation], torch.Tensor]
+    linear: LinearOp
 
-    def __call__(self, x: torch.Tensor, weights: GatedMLPWeights) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: GatedMLPWeights, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See :class:`GatedMLPOp`."""
         w = weights
         check_shapes(x, w.gate_up, w.down)
-        return F.linear(self.glu(F.linear(x, plain(w.gate_up)), w.activation), plain(w.down))
+        return self.linear(self.glu_linear(x, w.gate_up, w.activation), w.down, onto=onto)
 
 
 def check_shapes(x: torch.Tensor, gate_up: Weight, down: Weight) -> None:

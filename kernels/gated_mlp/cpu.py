@@ -8,6 +8,7 @@ from numba import njit
 
 from k3vl.kernels.compiled import EXACT, address, alive, compiled, doubles, ints
 from k3vl.kernels.gated_mlp import GatedMLPWeights, check_shapes
+from k3vl.kernels.linear import added
 from k3vl.kernels.product import Table, Tables, matrix, product
 from k3vl.kernels.situ import caps
 from k3vl.kernels.situ.cpu import activate
@@ -20,13 +21,15 @@ class GatedMLPCPU:
         """Nothing is known of any weight yet."""
         self._tables: Tables[GatedMLPWeights] = Tables(_table)
 
-    def __call__(self, x: torch.Tensor, weights: GatedMLPWeights) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: GatedMLPWeights, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
         check_shapes(x, weights.gate_up, weights.down)
         out = torch.empty(x.shape)
         where = self._tables(weights).address
         _gated_mlp(address(x), x.stride(0), x.shape[0], where, out.data_ptr())
-        return out
+        return added(out, onto)
 
 
 def _table(weights: GatedMLPWeights) -> Table:

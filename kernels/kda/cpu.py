@@ -27,6 +27,7 @@ from k3vl.kernels.compiled import (
 )
 from k3vl.kernels.kda import check_sequences, check_shapes
 from k3vl.kernels.kda.layer import check_weights
+from k3vl.kernels.linear import added
 from k3vl.kernels.product import Entry, Table, Tables, matrix, product
 from k3vl.kernels.vectors import WIDE, fused, load, minus, splat, store, times
 
@@ -51,6 +52,7 @@ class KDALayerCPU:
         states: torch.Tensor,
         cells: torch.Tensor,
         sequences: Sequences,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
         table = self._tables(weights).address
@@ -67,7 +69,7 @@ class KDALayerCPU:
             *(decodes, count - decodes, address(sequences.cu_seqlens, torch.int64)),
             *(address(sequences.ends, torch.int64), out.data_ptr()),
         )
-        return out
+        return added(out, onto)
 
 
 def kda_decode_cpu(

@@ -49,6 +49,7 @@ class KDALayerOp(Protocol):
         windows, states: pools, advanced in place; see :func:`k3vl.kernels.kda.kda_decode`.
         cells: [B, H] int64, where each head of each sequence lies; all different.
         sequences: which rows belong to which sequence.
+        onto: [N, D], which the result is added to in place, and which is returned.
 
     Raises:
         ShapeError: the shapes disagree.
@@ -62,6 +63,7 @@ class KDALayerOp(Protocol):
         states: torch.Tensor,
         cells: torch.Tensor,
         sequences: Sequences,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
 
@@ -118,6 +120,7 @@ class ComposedKDA:
         states: torch.Tensor,
         cells: torch.Tensor,
         sequences: Sequences,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`KDALayerOp`."""
         w = weights
@@ -137,7 +140,7 @@ class ComposedKDA:
             borders = (sequences.cu_seqlens, sequences.ends)
             outputs.append(self.kda_prefill(qkv, gate, decay, write, *pool, cells[n:], *borders))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.linear(out, w.o_proj)
+        return self.linear(out, w.o_proj, onto=onto)
 
 
 def check_weights(weights: KDALayerWeights, heads: int, head: int, width: int) -> None:

@@ -8,6 +8,8 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
+
 
 @triton.jit
 def sigmoid(x):
@@ -81,12 +83,17 @@ def kda_step_kernel(
     BV: tl.constexpr,
     W: tl.constexpr,
     BOUNDED: tl.constexpr,
+    PDL: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding, answered by zeros.
 
     Nobody else reads the window that this program moves on. The state is worked on in tiles of BV
     value channels.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_b = (tl.program_id(0) // H).to(tl.int64)
     i_h = tl.program_id(0) % H
     o_k = tl.arange(0, K)
@@ -102,7 +109,7 @@ def kda_step_kernel(
     p_state = states + cell * s_state + o_k[:, None] * K + o_v[None, :]
     tiles = ()
     for i in tl.static_range(K // BV):
-        tiles = tiles + (tl.load(p_state + i * BV),)  # noqa: RUF005
+        tiles = tiles + (tl.load(p_state + i * BV, eviction_policy=LOAD),)  # noqa: RUF005
     # Or the assembler, to save registers, asks for the state when the windows have come.
     tl.debug_barrier()
     x = qkv + i_b * s_qkv + column
@@ -141,7 +148,8 @@ def kda_step_kernel(
         # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
         u = beta * (values[i] - tl.sum(b_s * b_k[:, None], 0))
         o = tl.sum(b_s * b_q[:, None], 0) + overlap * u
-        tl.store(p_state + i * BV, b_s + b_k[:, None] * u[None, :])
+        b_s += b_k[:, None] * u[None, :]
+        tl.store(p_state + i * BV, b_s, cache_modifier=STORE)
         squares += tl.sum(o * o, 0)
         outputs = outputs + (o,)  # noqa: RUF005
     scale = tl.rsqrt(squares / K + eps)

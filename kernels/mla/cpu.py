@@ -25,6 +25,7 @@ from k3vl.kernels.compiled import (
     ints,
     sigmoid,
 )
+from k3vl.kernels.linear import added
 from k3vl.kernels.mla.layer import check_shapes, check_weights
 from k3vl.kernels.product import Table, Tables, matrix, product
 from k3vl.kernels.rms_norm.cpu import normalise
@@ -47,6 +48,7 @@ class MLALayerCPU:
         weights: MLALayerWeights,
         latents: torch.Tensor,
         sequences: Sequences,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
         table, rows = self._tables(weights).address, x.shape[0]
@@ -67,7 +69,7 @@ class MLALayerCPU:
             *(address(written, torch.int64), contexts.ctypes.data, len(contexts)),
             out.data_ptr(),
         )
-        return out
+        return added(out, onto)
 
 
 class MLACPU:

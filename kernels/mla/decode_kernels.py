@@ -1,12 +1,15 @@
 """Absorbed MLA decode over paged latents as Triton kernels.
 
-New latents into the cache; parts of the context; their sum; mixtures of values, gated.
+Queries for latents; new latents into the cache; parts of the context; their sum; mixtures of
+values, gated; gates alone.
 """
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
 import triton.language as tl
+
+from k3vl.kernels.dependent import ask_for, let_next_begin, wait_for_inputs
 
 
 @triton.jit
@@ -113,11 +116,14 @@ def mla_merge_kernel(
     BN: tl.constexpr,
     BS: tl.constexpr,
     BP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add the parts of BR channels of one head, each times its share of the softmax's sum.
 
     BP parts at once, so that their loads are under way together.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_b = tl.program_id(1)
     at = (i_b.to(tl.int64) * H + tl.program_id(0)) * SPLITS
     length = tl.load(lengths + i_b).to(tl.int32)
@@ -141,6 +147,53 @@ def mla_merge_kernel(
 
 
 @triton.jit
+def mla_absorb_kernel(
+    q,
+    keys,
+    out,
+    s_q,
+    s_head,
+    s_key,
+    B,
+    H,
+    P,
+    M: tl.constexpr,
+    R: tl.constexpr,
+    BB: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BR latent channels of one head's queries for BB sequences; the first also the shared part."""
+    i_h = tl.program_id(0)
+    o_b = (tl.program_id(1) * BB + tl.arange(0, BB)).to(tl.int64)
+    i_r = tl.program_id(2)
+    o_m = tl.arange(0, BM)
+    o_r = i_r * BR + tl.arange(0, BR)
+    p_keys = keys + i_h.to(tl.int64) * s_head + o_m[:, None] * s_key + o_r[None, :]
+    if PDL:
+        ELEMENT: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+        row = i_h.to(tl.int64) * s_head + tl.minimum(o_m, M - 1) * s_key
+        ask_for(keys + row + i_r * BR, BR * ELEMENT)
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    live = (o_b < B)[:, None]
+    p_q = q + o_b[:, None] * s_q + i_h * (M + P)
+    b_k = tl.load(p_keys, mask=(o_m < M)[:, None], other=0.0)
+    b_q = tl.load(p_q + o_m[None, :], mask=live & (o_m < M)[None, :], other=0.0)
+    y = tl.dot(b_q, b_k, input_precision=PRECISION)
+    p_out = out + (o_b[:, None] * H + i_h) * (R + P)
+    tl.store(p_out + o_r[None, :], y.to(out.dtype.element_ty), mask=live)
+    if i_r == 0:
+        o_p = tl.arange(0, BP)
+        inside = live & (o_p < P)[None, :]
+        tail = tl.load(p_q + M + o_p[None, :], mask=inside, other=0.0)
+        tl.store(p_out + R + o_p[None, :], tail, mask=inside)
+
+
+@triton.jit
 def mla_store_kernel(
     c,
     shared,
@@ -155,8 +208,11 @@ def mla_store_kernel(
     P,
     BR: tl.constexpr,
     BP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program normalises the latent of one token and writes it with the shared part behind."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i_n)
     if row < 0:
@@ -170,6 +226,22 @@ def mla_store_kernel(
     p_row = latents + row * s_latents
     tl.store(p_row + o_r, x.to(latents.dtype.element_ty), mask=o_r < R)
     tl.store(p_row + R + o_p, tail.to(latents.dtype.element_ty), mask=o_p < P)
+
+
+@triton.jit
+def mla_gate_kernel(
+    x, gate, out, s_x, s_gate, WIDTH, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """BLOCK channels of a row times the sigmoid of their gates."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    i_n = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o_d < WIDTH
+    wide = tl.load(x + i_n * s_x + o_d, mask=inside, other=0.0).to(tl.float32)
+    logits = tl.load(gate + i_n * s_gate + o_d, mask=inside, other=0.0).to(tl.float32)
+    y = wide * tl.sigmoid(logits)
+    tl.store(out + i_n * WIDTH + o_d, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -191,6 +263,7 @@ def mla_values_kernel(
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BV value channels of one head for BB sequences: product over R, times the gate."""
     i_h = tl.program_id(0)
@@ -199,6 +272,12 @@ def mla_values_kernel(
     o_r = tl.arange(0, BR)
     p_mixed = mixed + (o_b[:, None] * H + i_h) * R + o_r[None, :]
     p_values = values + i_h.to(tl.int64) * s_head + o_v[:, None] * s_value + o_r[None, :]
+    if PDL:
+        ELEMENT: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
+        row = i_h.to(tl.int64) * s_head + tl.minimum(o_v, V - 1) * s_value
+        ask_for(values + row, R * ELEMENT)
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     inside = (o_b < B)[:, None] & (o_v < V)[None, :]
     column = i_h * V + o_v[None, :]
     acc = tl.zeros([BB, BV], tl.float32)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla import check_store, check_values
+from k3vl.kernels.mla import check_absorb, check_gate, check_prefill, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
+    mla_absorb_kernel,
     mla_decode_kernel,
+    mla_gate_kernel,
     mla_merge_kernel,
     mla_store_kernel,
     mla_values_kernel,
@@ -27,6 +30,9 @@ from k3vl.kernels.mla.hopper import (
     hopper_takes,
 )
 from k3vl.kernels.packed import Packed
+
+if TYPE_CHECKING:
+    from k3vl.kernels.flash_hopper import HopperFlash
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -50,13 +56,14 @@ def mla_prefill(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    shared: torch.Tensor | None = None,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
-    return mla_prefill_packed(
-        q, k, v, scale, lengths=(q.shape[0],), contexts=(k.shape[0],), shape=shape
-    )
+    check_prefill(q, k, v, shared)
+    span = {"lengths": (q.shape[0],), "contexts": (k.shape[0],)}
+    return mla_prefill_packed(q, k, v, scale, **span, shared=shared, shape=shape)
 
 
 def mla_prefill_packed(
@@ -68,7 +75,7 @@ def mla_prefill_packed(
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
     shared: torch.Tensor | None = None,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """Attend causally in several packed sequences, each behind a cached prefix or none.
 
@@ -111,7 +118,7 @@ def mla_prefill_latent(
     latent_width: int,
     scale: float,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
     if q.shape[-1] != context.shape[-1] or q.shape[0] > context.shape[0]:
@@ -176,6 +183,7 @@ def mla_decode(
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
     if not whole:
+        early = begins_early(q)
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,
@@ -188,7 +196,48 @@ def mla_decode(
             BN=tile,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
+            PDL=early,
+            launch_pdl=early,
         )
+    return out
+
+
+def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_absorb`."""
+    check_absorb(q, keys)
+    (batch, heads, width), (_, own, latent) = q.shape, keys.shape
+    powers = all(n >= 16 and not n & (n - 1) for n in (own, latent))
+    flat = q.stride()[1:] == (width, 1) and keys.stride(2) == 1
+    if not (powers and flat):
+        raise ShapeError(
+            f"mla_absorb: q {tuple(q.shape)}, keys {tuple(keys.shape)}: rows must be contiguous "
+            "and M and R powers of two, at least 16"
+        )
+    out = torch.empty(batch, heads, latent + width - own, dtype=q.dtype, device=q.device)
+    if not batch:
+        return out
+    rows, columns = min(64, max(16, triton.next_power_of_2(batch))), min(128, latent)
+    early = begins_early(q)
+    mla_absorb_kernel[(heads, triton.cdiv(batch, rows), latent // columns)](
+        q,
+        keys,
+        out,
+        q.stride(0),
+        *keys.stride()[:2],
+        batch,
+        heads,
+        width - own,
+        M=own,
+        R=latent,
+        BB=rows,
+        BM=own,
+        BR=columns,
+        BP=triton.next_power_of_2(max(1, width - own)),
+        PRECISION="tf32" if q.dtype != torch.float32 else "tf32x3",
+        PDL=early,
+        num_warps=4,
+        launch_pdl=early,
+    )
     return out
 
 
@@ -206,6 +255,7 @@ def mla_store(
         raise ShapeError("mla_store: rows must be contiguous")
     (tokens, latent), part = c.shape, shared.shape[1]
     if tokens:
+        early = begins_early(c)
         mla_store_kernel[(tokens,)](
             c,
             shared,
@@ -220,8 +270,27 @@ def mla_store(
             part,
             BR=triton.next_power_of_2(latent),
             BP=triton.next_power_of_2(max(1, part)),
+            PDL=early,
             num_warps=1 if latent <= 512 else 4,
+            launch_pdl=early,
         )
+
+
+def mla_gate(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_gate`; plain PyTorch takes six launches in 16 bits."""
+    check_gate(x, gate)
+    if gate is None:
+        return x
+    if x.stride(1) != 1 or gate.stride(1) != 1:
+        raise ShapeError("mla_gate: rows must be contiguous")
+    (rows, width), early = x.shape, begins_early(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        mla_gate_kernel[(rows, triton.cdiv(width, 2048))](
+            x, gate, out, x.stride(0), gate.stride(0), width, BLOCK=2048, PDL=early,
+            num_warps=8, launch_pdl=early,
+        )  # fmt: skip
+    return out
 
 
 def mla_values(
@@ -245,6 +314,7 @@ def mla_values(
     rows = min(64, max(16, triton.next_power_of_2(batch)))
     columns = min(32 if batch <= 32 else 64, max(16, triton.next_power_of_2(width)))
     half = mixed.dtype != torch.float32
+    early = begins_early(mixed)
     mla_values_kernel[(heads, triton.cdiv(batch, rows), triton.cdiv(width, columns))](
         mixed,
         values,
@@ -262,7 +332,9 @@ def mla_values(
         GATED=gate is not None,
         PRECISION="tf32" if half else "tf32x3",
         STAGES=3 if half else 1,
+        PDL=early,
         num_warps=4,
+        launch_pdl=early,
     )
     return out
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.mla.reference import gated, mla_values_reference
+from k3vl.kernels.mla.reference import mla_absorb_reference, mla_values_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +41,31 @@ class DecodeOp(Protocol):
         """[B, H, R]."""
 
 
+class PrefillOp(Protocol):
+    """See :func:`k3vl.kernels.mla.mla_prefill`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        shared: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """[T, H, V]."""
+
+
+AbsorbOp: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+"""See :func:`k3vl.kernels.mla.mla_absorb`."""
 StoreOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], None]"
 """See :func:`k3vl.kernels.mla.mla_store`."""
 ValuesOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
 """See :func:`k3vl.kernels.mla.mla_values`."""
+
+
+GateOp: TypeAlias = "Callable[[Tensor, Tensor | None], Tensor]"
+"""See :func:`k3vl.kernels.mla.mla_gate`."""
 
 
 class MLAOp(Protocol):
@@ -159,6 +180,7 @@ class MLALayerOp(Protocol):
         weights: of the layer.
         latents: [S, R + P], every token slot of the paged cache; the new tokens' rows are written.
         sequences: which rows belong to which sequence, and what each sees.
+        onto: [N, D], which the result is added to in place, and which is returned.
 
     Raises:
         ShapeError: the shapes disagree.
@@ -170,6 +192,7 @@ class MLALayerOp(Protocol):
         weights: MLALayerWeights,
         latents: torch.Tensor,
         sequences: Sequences,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
 
@@ -188,6 +211,7 @@ class ComposedMLALayer:
         weights: MLALayerWeights,
         latents: torch.Tensor,
         sequences: Sequences,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`MLALayerOp`."""
         w, attend = weights, self.attend
@@ -211,18 +235,20 @@ class ComposedMLALayer:
         for q_i, rows, gate_i in parts:
             outputs.append(attend.prefill(q_i, w.kv_b, latents, rows, w.scale, gate=gate_i))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.linear(out, w.o_proj)
+        return self.linear(out, w.o_proj, onto=onto)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedMLA:
     """The op as products around the attention ops of :mod:`k3vl.kernels.mla`."""
 
+    mla_absorb: AbsorbOp
     mla_decode: DecodeOp
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    mla_prefill: PrefillOp
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
     mla_store: StoreOp
     mla_values: ValuesOp
+    mla_gate: GateOp
 
     def store(
         self,
@@ -249,7 +275,7 @@ class ComposedMLA:
     ) -> torch.Tensor:
         """Absorbed form; see :class:`MLAOp`."""
         latent, nope, _ = check_shapes(q, kv_b, latents)
-        absorbed = _absorb(q, kv_b[:, :nope])
+        absorbed = self.mla_absorb(q, kv_b[:, :nope])
         mixed = self.mla_decode(absorbed, latents, rows, lengths, latent, scale, page)
         return self.mla_values(mixed, kv_b[:, nope:], gate)
 
@@ -267,15 +293,14 @@ class ComposedMLA:
         context = latents[rows]
         heads, expanding = kv_b.shape[:2]
         if q.shape[0] * (2 * latent + shared - q.shape[-1] - expanding + nope) < latent * expanding:
-            absorbed = _absorb(q, kv_b[:, :nope])
+            absorbed = mla_absorb_reference(q, kv_b[:, :nope])
             mixed = self.mla_prefill_latent(absorbed, context, latent, scale)
-            return mla_values_reference(mixed, kv_b[:, nope:], gate)
+            return self.mla_gate(mla_values_reference(mixed, kv_b[:, nope:], None), gate)
         c, k_shared = context.split([latent, shared], dim=-1)
         expanded = (c @ kv_b.flatten(0, 1).mT).unflatten(-1, (heads, -1))
         k, v = expanded.split([nope, expanding - nope], dim=-1)
-        common = k_shared.unsqueeze(1).expand(-1, heads, -1)
-        out = self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
-        return gated(out.flatten(1), gate)
+        out = self.mla_prefill(q, k, v, scale, k_shared if shared else None)
+        return self.mla_gate(out.flatten(1), gate)
 
 
 def check_shapes(
@@ -327,10 +352,3 @@ def check_weights(weights: MLALayerWeights, width: int) -> None:
             f"mla: D {width}, splits {w.splits}, in_proj {tuple(w.in_proj.shape)}, "
             f"kv_b {tuple(w.kv_b.shape)}, o_proj {tuple(w.o_proj.shape)}"
         )
-
-
-def _absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Queries [N, H, M + P] against keys -> queries [N, H, R + P] against latents."""
-    q_nope, q_shared = q.split([keys.shape[1], q.shape[-1] - keys.shape[1]], dim=-1)
-    absorbed = (q_nope.transpose(0, 1) @ keys).transpose(0, 1)
-    return torch.cat([absorbed, q_shared], dim=-1)

@@ -9,9 +9,15 @@ from k3vl.kernels.rms_norm.reference import rms_norm_reference
 
 
 def mla_prefill_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
+    if shared is not None:
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, k.shape[1], -1)], dim=-1)
     queries, keys = q.shape[0], k.shape[0]
     mask = None
     if queries != keys:  # the first query already sees the cached prefix
@@ -79,6 +85,13 @@ def mla_store_reference(
     real = rows >= 0
     new = torch.cat([rms_norm_reference(c, norm_weight, eps), shared], dim=-1)
     latents[rows[real]] = new[real]
+
+
+def mla_absorb_reference(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_absorb`."""
+    q_nope, q_shared = q.split([keys.shape[1], q.shape[-1] - keys.shape[1]], dim=-1)
+    absorbed = (q_nope.transpose(0, 1) @ keys).transpose(0, 1)
+    return torch.cat([absorbed, q_shared], dim=-1)
 
 
 def mla_values_reference(

@@ -9,12 +9,14 @@ from torch.nn import functional as F
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe.reference import moe_experts_reference, route_reference
 from k3vl.kernels.rms_norm import rms_norm
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     import torch
 
     from k3vl.kernels.moe.experts import Experts
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
 
 
 def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
@@ -28,6 +30,22 @@ def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
         [N, E] float32.
     """
     return F.linear(x.float(), router.float())
+
+
+def moe_front(
+    x: torch.Tensor, router: torch.Tensor, down: Weight | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer of experts takes of its input: logits of the choice, and the latent.
+
+    Args:
+        x: [N, D].
+        router: [E, D], as it is kept.
+        down: [L, D] in the dtype of ``x``; None: the latent is ``x``.
+
+    Returns:
+        [N, E] float32, as of :func:`router_logits`, and [N, L] in the dtype of ``x``.
+    """
+    return router_logits(x, router), x if down is None else F.linear(x, plain(down))
 
 
 def route(
@@ -71,7 +89,7 @@ def moe_experts(
     Args:
         x: [N, L].
         weights: [N, k] float32.
-        experts: [N, k] int64.
+        experts: [N, k] int64; a token's are different ones.
         stored: the layer's experts, in any form.
         activation: [N, 2 I] -> [N, I].
         norm: [L], weight of an RMSNorm of the sum; None for no norm.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from k3vl.kernels.dependent import after_all
 from k3vl.kernels.moe.latent import ComposedLatentMoE, E, check_shapes
 
 if TYPE_CHECKING:
@@ -19,23 +20,29 @@ class LatentMoEBeside(ComposedLatentMoE[E]):
     """The layer as a sequence of ops, of which a single token's shared experts do not wait.
 
     Alone, a token's launches are short and leave gaps, which a second stream fills; with more
-    tokens both halves want all of the memory's bandwidth and disturb each other.
+    tokens both halves want all of the memory's bandwidth and disturb each other. What comes first,
+    logits and latent, does not share it: all that follows waits for that.
     """
 
-    def __call__(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: MoEWeights[E], onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See :class:`LatentMoEOp`."""
         if x.shape[0] != 1 or x.device.type != "cuda":
-            return ComposedLatentMoE.__call__(self, x, weights)  # slots: super() has no class
+            # slots: super() has no class
+            return ComposedLatentMoE.__call__(self, x, weights, onto)
         check_shapes(x, weights)
         here, beside = torch.cuda.current_stream(x.device), _second_stream(x.device)
         # What crosses streams belongs to the first one, which waits before it is used or freed.
-        shared = torch.empty_like(x)
+        both = torch.zeros_like(x) if onto is None else onto
+        logits, latent = self.front(x, weights.router, weights.down)
         beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            shared.copy_(self.gated_mlp(x, weights.shared))
-        routed = self.routed(x, weights)
+        with torch.cuda.stream(beside), after_all():
+            self.gated_mlp(x, weights.shared, both)
+        total = self.routed(logits, latent, weights)
         here.wait_stream(beside)
-        return routed + shared
+        with after_all():
+            return self.back(total, weights, both)
 
 
 @lru_cache

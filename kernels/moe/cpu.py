@@ -14,6 +14,7 @@ from numba import njit
 
 from k3vl.kernels.compiled import EXACT, address, alive, compiled, doubles, floats, ints, sigmoid
 from k3vl.kernels.gated_mlp.cpu import gated_mlp_rows
+from k3vl.kernels.linear import added
 from k3vl.kernels.moe.latent import check_shapes
 from k3vl.kernels.product import Table, Tables, matrices, matrix, product
 from k3vl.kernels.rms_norm.cpu import normalise
@@ -33,14 +34,16 @@ class LatentMoECPU:
         """Nothing is known of any weight yet."""
         self._tables: Tables[CPUMoEWeights] = Tables(_table)
 
-    def __call__(self, x: torch.Tensor, weights: CPUMoEWeights) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: CPUMoEWeights, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
         where, (rows, width) = self._tables(weights).address, x.shape
         if width != weights.router.shape[1]:
             check_shapes(x, weights)  # which refuses
         out = torch.empty(rows, width)
         _latent_moe(address(x), x.stride(0), rows, where, out.data_ptr())
-        return out
+        return added(out, onto)
 
 
 def _table(weights: CPUMoEWeights) -> Table:

@@ -13,6 +13,8 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
+from k3vl.kernels.linear.gpu import front_gpu, is_row, linear_gpu
 from k3vl.kernels.moe import check_experts, router_logits
 from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
 from k3vl.kernels.moe.experts_kernel import (
@@ -21,10 +23,12 @@ from k3vl.kernels.moe.experts_kernel import (
     route_kernel,
     route_sorted_kernel,
 )
+from k3vl.kernels.moe.few import FewShapes, few_products
 from k3vl.kernels.moe.joined import can_join, joined_products
-from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
+from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.moe.experts import FloatExperts
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.situ import GatedActivation
+    from k3vl.kernels.weight import Weight
 
     Products: TypeAlias = Callable[
         [torch.Tensor, ExpertPlan, Mxfp4Experts, GatedActivation, int], torch.Tensor
@@ -65,29 +70,38 @@ def route_gpu(
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     if tokens:
-        few = tokens <= SORTED_TOKENS
+        few, early = tokens <= SORTED_TOKENS, begins_early(logits)
         (route_sorted_kernel if few else route_kernel)[(tokens,)](
             logits.contiguous(), bias, weights, chosen, scale,
             E=experts, K=top_k, KP=max(2, triton.next_power_of_2(top_k)),
-            RENORMALISE=renormalise, BLOCK=max(2, triton.next_power_of_2(experts)),
-            num_warps=8 if few else 1 if experts <= 1024 else 4,
+            RENORMALISE=renormalise, BLOCK=max(2, triton.next_power_of_2(experts)), PDL=early,
+            num_warps=8 if few else 1 if experts <= 1024 else 4, launch_pdl=early,
         )  # fmt: skip
     return weights, chosen
 
 
+def moe_front_gpu(
+    x: torch.Tensor, router: torch.Tensor, down: Weight | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`k3vl.kernels.moe.moe_front`, of one row in one launch."""
+    if down is not None and is_row(x, router, plain(down)):
+        return front_gpu(x, router, plain(down))
+    return router_logits_gpu(x, router), x if down is None else linear_gpu(x, down)
+
+
 def router_logits_gpu(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.router_logits`; products of bfloat16 are exact in float32."""
-    if x.dtype == router.dtype == torch.bfloat16 and x.device.type != "cpu":
-        return torch.mm(x, router.mT, out_dtype=torch.float32)
+    if x.dtype == router.dtype == torch.bfloat16:
+        return linear_gpu(x, router, dtype=torch.float32)
     return router_logits(x, router)
 
 
-def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
+def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
     """:func:`plan_experts`, in one launch where there are few pairs."""
-    pairs = experts.numel()
+    (tokens, top_k), pairs = experts.shape, experts.numel()
     if pairs > FEW_PAIRS:
-        return plan_experts(experts, num_experts)
-    bounds = most_tiles(pairs, num_experts)
+        return plan_experts(experts, num_experts, narrow)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow)
     longest = max(bounds.values(), default=0)
 
     def ints(*shape: int) -> torch.Tensor:
@@ -107,6 +121,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
         PAIRS=pairs,
         E=num_experts,
         NUM_WIDTHS=len(bounds),
+        NARROW=narrow,
         BY_PAIR=by_pair,
         BLOCK_P=max(16, triton.next_power_of_2(pairs)),
         BLOCK_E=triton.next_power_of_2(num_experts + 1),
@@ -114,7 +129,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
     )
     tiles = {
         width: Tiles(expert=expert[i, : bounds[width]], first=first[i], end=end[i], count=counts[i])
-        for i, width in enumerate(WIDTHS)
+        for i, width in enumerate((narrow, *WIDTHS[1:]))
         if width in bounds
     }
     return ExpertPlan(order=order, tiles=tiles)
@@ -129,17 +144,24 @@ def moe_experts_mxfp4_gpu(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     products: Products | None = None,
+    few: FewShapes | None = None,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
     ``x`` is bfloat16 (any floating dtype in the interpreter). What a token gets does not depend on
     what the others are, only on how many there are and share its experts: that decides about widths
     of tiles and order of sums (float32). ``products`` None: by the number of pairs an expert.
+    ``few``: the products for few tokens, cut so.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
+        return out
+    if few is not None:
+        plan = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
+        outputs = few_products(x, plan, stored, activation, top_k, few)
+        _combine(outputs, weights, norm, eps, out, overlap=few.overlap)
         return out
     plan = plan_gpu(experts, stored.count)
     if products is None:
@@ -202,10 +224,14 @@ def _combine(
     norm: torch.Tensor | None,
     eps: float,
     out: torch.Tensor,
+    *,
+    overlap: bool = False,
 ) -> None:
+    """``overlap``: start while the launch before ends, which must have allowed it."""
     tokens, latent = out.shape
+    options = {"launch_pdl": True} if overlap else {}
     combine_kernel[(tokens,)](
         outputs, weights, norm, out, eps,
-        WIDTH=latent, K=weights.shape[1], NORM=norm is not None,
-        BLOCK=triton.next_power_of_2(latent), num_warps=8 if latent > 1024 else 4,
+        WIDTH=latent, K=weights.shape[1], NORM=norm is not None, OVERLAP=overlap,
+        BLOCK=triton.next_power_of_2(latent), num_warps=8 if latent > 1024 else 4, **options,
     )  # fmt: skip

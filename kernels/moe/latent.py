@@ -9,19 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from torch.nn import functional as F
-
 from k3vl.errors import ShapeError
 from k3vl.kernels.gated_mlp import GatedMLPWeights
+from k3vl.kernels.linear import added
 from k3vl.kernels.moe.experts import Experts
-from k3vl.kernels.weight import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from k3vl.kernels.gated_mlp import GatedMLPOp
+    from k3vl.kernels.linear import LinearOp
     from k3vl.kernels.situ import GatedActivation
     from k3vl.kernels.weight import Weight
 
@@ -76,12 +73,28 @@ class MoEWeights(Generic[E_co]):
 class LatentMoEOp(Protocol[E_contra]):
     """A whole MoE layer over experts of one form: [N, D] -> [N, D] in the dtype of ``x``.
 
+    Args:
+        x: [N, D].
+        weights: of the layer.
+        onto: [N, D], which the result is added to in place, and which is returned.
+
     Raises:
         ShapeError: the shapes disagree.
     """
 
-    def __call__(self, x: torch.Tensor, weights: MoEWeights[E_contra]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: MoEWeights[E_contra], onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[N, D] -> [N, D]."""
+
+
+class FrontOp(Protocol):
+    """See :func:`k3vl.kernels.moe.moe_front`."""
+
+    def __call__(
+        self, x: torch.Tensor, router: torch.Tensor, down: Weight | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, E] float32 and [N, L]."""
 
 
 class RouteOp(Protocol):
@@ -119,30 +132,35 @@ class ExpertsOp(Protocol[E_contra]):
 class ComposedLatentMoE(Generic[E]):
     """The layer as a sequence of ops."""
 
-    router_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    front: FrontOp
     route: RouteOp
     moe_experts: ExpertsOp[E]
     gated_mlp: GatedMLPOp
+    linear: LinearOp
 
-    def __call__(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: MoEWeights[E], onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See :class:`LatentMoEOp`."""
         w = weights
         check_shapes(x, w)
-        return self.routed(x, w) + self.gated_mlp(x, w.shared)
+        total = self.routed(*self.front(x, w.router, w.down), w)
+        return self.back(total, w, self.gated_mlp(x, w.shared, onto))
 
-    def routed(self, x: torch.Tensor, weights: MoEWeights[E]) -> torch.Tensor:
-        """The layer without its shared experts, [N, D] -> [N, D]."""
+    def routed(
+        self, logits: torch.Tensor, latent: torch.Tensor, weights: MoEWeights[E]
+    ) -> torch.Tensor:
+        """The chosen experts' sum and its norm, [N, E] and [N, L] -> [N, L]."""
         w = weights
         chosen, experts = self.route(
-            self.router_logits(x, w.router),
-            w.router_bias,
-            w.top_k,
-            renormalise=w.renormalise,
-            scale=w.scale,
+            logits, w.router_bias, w.top_k, renormalise=w.renormalise, scale=w.scale
         )
-        latent = x if w.down is None else F.linear(x, plain(w.down))
-        total = self.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
-        return total if w.up is None else F.linear(total, plain(w.up))
+        return self.moe_experts(latent, chosen, experts, w.experts, w.activation, w.norm, w.eps)
+
+    def back(self, total: torch.Tensor, weights: MoEWeights[E], onto: torch.Tensor) -> torch.Tensor:
+        """From the latent, onto what the shared experts gave."""
+        w = weights
+        return added(total, onto) if w.up is None else self.linear(total, w.up, onto=onto)
 
 
 def check_shapes(x: torch.Tensor, weights: MoEWeights[E]) -> None:

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
+
 
 @triton.jit
 def activated(gate, up, beta, linear_beta, SITU: tl.constexpr):
@@ -28,9 +30,11 @@ def activated(gate, up, beta, linear_beta, SITU: tl.constexpr):
 @triton.jit
 def glu_kernel(
     gate_up, out, beta, linear_beta,
-    INNER: tl.constexpr, SITU: tl.constexpr, BLOCK: tl.constexpr,
+    INNER: tl.constexpr, SITU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """[N, 2 INNER], gates first, to [N, INNER]; one program a block of a row."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o_i < INNER

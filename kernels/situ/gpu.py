@@ -9,6 +9,7 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.situ import SituGLU, caps
 from k3vl.kernels.situ.glu_kernel import glu_kernel
 
@@ -26,6 +27,7 @@ def glu_gpu(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
     out = torch.empty(rows.shape[0], inner, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(inner))
     if out.numel():
+        early = begins_early(rows)
         glu_kernel[(rows.shape[0], triton.cdiv(inner, block))](
             rows,
             out,
@@ -33,6 +35,8 @@ def glu_gpu(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
             INNER=inner,
             SITU=isinstance(activation, SituGLU),
             BLOCK=block,
+            PDL=early,
             num_warps=4,
+            launch_pdl=early,
         )
     return out.view(*gate_up.shape[:-1], inner)

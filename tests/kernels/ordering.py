@@ -35,7 +35,6 @@ class Group:
     def __init__(self, name: str, known: Clock | None = None) -> None:
         self.first, self.rest = f"{name}, first warp", f"{name}, other warps"
         self.clocks = {self.first: Counter(known), self.rest: Counter(known)}
-        self.reading: list[Cell] = []
         self.unfenced: list[Cell] = []
 
     def tick(self) -> Clock:
@@ -55,6 +54,12 @@ class Group:
         """All warps know of all that one of them does."""
         self.learn(self.clocks[self.first] | self.clocks[self.rest])
 
+    def fence(self) -> None:
+        """What the group has stored is there for products and copies."""
+        for cell in self.unfenced:
+            cell.unfenced = False
+        self.unfenced.clear()
+
     def tells(self) -> Clock:
         """What an arrival of the first warp makes known."""
         known = self.clocks[self.first].items()
@@ -69,7 +74,7 @@ class Cell:
         self.writes: Clock = Counter()
         self.reads: Clock = Counter()
         self.product_reads: Clock = Counter()
-        self.open: Counter[str] = Counter()
+        self.open = 0
         self.unfenced = False
 
     def load(self, group: Group) -> None:
@@ -88,12 +93,16 @@ class Cell:
         group.unfenced.append(self)
 
     def begin_product(self, group: Group) -> None:
-        """It reads until :func:`end_products`."""
+        """It reads until :meth:`end_product`."""
         self._there("product")
         self._fenced("product")
         self._known("product", self.writes, group, own=True)
-        self.open[group.first] += 1
-        group.reading.append(self)
+        self.open += 1
+
+    def end_product(self, now: Clock) -> None:
+        """The group has waited for it: by ``now`` each warp has read its share."""
+        self.open -= 1
+        self.product_reads |= now
 
     def copy(self, group: Group) -> Clock:
         """A copy into it begins, by the first warp; returns what its end tells."""
@@ -125,7 +134,7 @@ class Cell:
             raise RaceError(f"{what} of {self.name}, which nobody has written")
 
     def _unread(self, what: str) -> None:
-        if +self.open:
+        if self.open:
             raise RaceError(f"{what} of {self.name} while a product reads it")
 
     def _fenced(self, what: str) -> None:
@@ -133,32 +142,16 @@ class Cell:
             raise RaceError(f"{what} of {self.name} without a fence behind the store")
 
 
-def end_products(group: Group) -> None:
-    """The group has waited for its products: each warp has read its share."""
-    now = group.tick()
-    for cell in group.reading:
-        cell.open[group.first] -= 1
-        cell.product_reads |= now
-    group.reading.clear()
-
-
-def fence(group: Group) -> None:
-    """What the group has stored is there for products and copies."""
-    for cell in group.unfenced:
-        cell.unfenced = False
-    group.unfenced.clear()
-
-
 _copies = itertools.count()
 _here = threading.local()
 
 
-def group() -> Group:
-    """Of this thread."""
-    found: Group = _here.group
+def group() -> Group | None:
+    """Of this thread; None where nobody keeps order."""
+    found: Group | None = getattr(_here, "group", None)
     return found
 
 
-def become(one: Group) -> None:
+def become(one: Group | None) -> None:
     """This thread is that group."""
     _here.group = one

@@ -46,7 +46,7 @@ def test_kernel_is_its_reference(splits: int) -> None:
 
     def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
         described = (Descriptor(matrix, tuple(block)) for block in blocks)
-        launch(kernel, grid, *described, *args, **constants)
+        launch(kernel, grid, *described, *args, ordered=True, **constants)
 
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
     shape = HopperShape(splits)
@@ -115,9 +115,10 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
 
-    def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
+    def on_cpu(_, grid, matrix, blocks, *args, **constants) -> None:
         described = (Descriptor(matrix, tuple(block)) for block in blocks)
-        launch(changed.mla_decode_sides_kernel, grid, *described, *args, **constants)
+        kernel = changed.mla_decode_sides_kernel
+        launch(kernel, grid, *described, *args, ordered=True, **constants)
 
     q, latents = torch.zeros(1, 64, 576).bfloat16(), torch.zeros(320, 576).bfloat16()
     results = torch.zeros(1, 64, 512).bfloat16(), torch.zeros(1, 64, 1, 512), torch.zeros(1, 64, 1)

@@ -5,6 +5,7 @@ for. Graphs need a device; what surrounds them runs here, with steps that are do
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,88 @@ def test_preempted_requests_decode_again_what_they_had() -> None:
     got, preemptions = run(static=True, cache_bytes=58_000)
     assert got == direct
     assert preemptions, "the cache was too small for all"
+
+
+class Ahead:
+    """Counts steps that a decoder begins unasked, and rows of them that nobody took."""
+
+    def __init__(self, decoder: StaticDecode, monkeypatch) -> None:
+        self.begun = self.lost = 0
+        launch, taken = decoder._launch, decoder._taken
+
+        def counted(rows, choosers, behind=None):
+            self.begun += behind is not None
+            return launch(rows, choosers, behind)
+
+        def seen(flight, contexts, choosers):
+            self.lost += len(flight.choosers) - len(choosers)
+            return taken(flight, contexts, choosers)
+
+        monkeypatch.setattr(decoder, "_launch", counted)
+        monkeypatch.setattr(decoder, "_taken", seen)
+
+
+def test_steps_begun_ahead_choose_the_same_tokens(monkeypatch) -> None:
+    """Requests come and go meanwhile: at a stop token, at their limit, cancelled, forced."""
+
+    def run(**kind) -> tuple[list[list[int]], Engine]:
+        runner = engine(**kind)
+        if kind["static"]:
+            counts.append(Ahead(runner.decoder, monkeypatch))
+        inboxes = [Inbox() for _ in range(8)]
+        for number, inbox in enumerate(inboxes):
+            prompt = PROMPTS[number % len(PROMPTS)]
+            if number == 5:
+                runner.add_forced(number, prompt, tokens(12), inbox)
+            else:
+                drawn = {"temperature": 1.0, "top_k": 40, "seed": number} if number % 2 else {}
+                stops = (45, 93) if number == 2 else (7, 16)
+                asked = SamplingParams(max_tokens=12 + 2 * number, stop_ids=stops, **drawn)
+                runner.add(number, prompt, asked, inbox)
+            for _ in range(1 + 4 * (number % 3)):
+                runner.step()
+                runner.scheduler.check_integrity()
+            if number == 6:
+                runner.cancel(3)
+        while runner.jobs:
+            runner.step()
+            runner.scheduler.check_integrity()
+        return [inbox.ids for inbox in inboxes], runner
+
+    counts: list[Ahead] = []
+    want, _ = run(static=False)
+    got, runner = run(static=True)
+    assert got == want
+    (count,) = counts
+    assert count.begun > 20
+    assert count.lost > 2, "some had ended"
+    runner.decoder.land()
+    begun = count.begun
+    runner.config = replace(runner.config, exact_decode=True)
+    inbox = Inbox()
+    runner.add(9, PROMPTS[0], SamplingParams(max_tokens=6), inbox)
+    while runner.jobs:
+        runner.step()
+    assert inbox.ids == want[0][:6]
+    assert count.begun == begun, "requests that decode by themselves take turns"
+
+
+def test_a_draw_that_nobody_took_is_made_again() -> None:
+    """A request that gave way draws the same, whatever had been begun for it."""
+    model = tiny_model()
+    cache = small_cache(model)
+    static, plain = StaticDecode(model, cache, EagerRunner()), small_cache(model)
+    params = SamplingParams(temperature=1.0, seed=3)
+    row = replace(rows_of(cache, [5])[0], pages=[30, 31])
+    chooser, other = Sampler(params), Sampler(params)
+    first = static.run([row], [chooser], ahead=True)
+    static.land()
+    cache.units.zero_()
+    want = DirectDecode(model, plain)
+    assert first == want.run([row], [other])
+    again = replace(row, token_ids=first, context_len=6)
+    plain.units.zero_()
+    assert static.run([again], [chooser]) == want.run([again], [other])
 
 
 def test_new_weights_make_new_steps() -> None:

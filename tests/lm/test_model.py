@@ -151,7 +151,8 @@ def test_features_replace_embeddings_wherever_a_chunk_ends() -> None:
 def test_residual_schedule_with_a_partial_last_block() -> None:
     """Rows seen: ceil(l / 2) + 1 before attention, floor(l / 2) + 2 before the MLP."""
     x = torch.randn(3, TINY.hidden_size)
-    stream = AttentionResidualStream(x, TINY)
+    stream = AttentionResidualStream(len(x), x, TINY)
+    stream.first.copy_(x)
     weights = ReadWeights(TINY, REFERENCE, dtype=torch.float32, device=CPU)
     fill(weights)
     attention, mlp = [], []
@@ -170,7 +171,8 @@ def test_residual_schedule_with_a_partial_last_block() -> None:
 
 def test_frozen_rows_are_never_written_again() -> None:
     x = torch.randn(3, TINY.hidden_size)
-    stream = AttentionResidualStream(x, TINY)
+    stream = AttentionResidualStream(len(x), x, TINY)
+    stream.first.copy_(x)
     frozen: list[torch.Tensor] = []
     for layer in range(TINY.num_hidden_layers):
         stream.begin_layer(layer)
@@ -185,7 +187,8 @@ def test_frozen_rows_are_never_written_again() -> None:
 
 def test_a_block_row_is_the_sum_of_its_outputs_without_the_stream_before() -> None:
     x = torch.randn(2, TINY.hidden_size)
-    stream = AttentionResidualStream(x, TINY)
+    stream = AttentionResidualStream(len(x), x, TINY)
+    stream.first.copy_(x)
     outputs = [torch.randn_like(x) for _ in range(4)]
     for layer in range(2):
         stream.begin_layer(layer)
