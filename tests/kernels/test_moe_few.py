@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels.moe import moe_experts
+from k3vl.kernels.moe.few import SHAPES as SHAPES_TAKEN
 from k3vl.kernels.moe.few import Few, FewShapes, few_products
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, plan_experts
@@ -25,12 +26,13 @@ SHAPES = {
         gate_up=Few(warps=4, parts=2, depth=2), down=Few(warps=4, parts=2, depth=1)
     ),
     "nothing is left to load": FewShapes(
-        gate_up=Few(warps=2, parts=2, depth=2, ahead=True), down=Few(warps=2, depth=2, ahead=True)
+        gate_up=Few(warps=2, parts=2, depth=2), down=Few(warps=2, depth=2)
     ),
-    "by way of shared memory": FewShapes(
-        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=2, depth=4, staged=True)
+    "early": FewShapes(
+        gate_up=Few(warps=4, parts=2, depth=1, early=True), down=Few(warps=2, depth=1, early=True)
     ),
-    "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2), overlap=False),
+    "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2)),
+    "taken": SHAPES_TAKEN,
 }
 
 
