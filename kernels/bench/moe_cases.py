@@ -112,10 +112,11 @@ def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Calla
     if tokens * _K >= JOINED_PAIRS * _E:
         return {}
     shapes = _ONE if tokens == 1 else _MORE
-    others = {f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()}
-    if tokens == 1:
-        return others
-    return {"eight products a step": partial(ours, products=separate_products), **others}
+    eight = {} if tokens == 1 else {"eight products a step": separate_products}
+    return {
+        **{name: partial(ours, products=products) for name, products in eight.items()},
+        **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
+    }
 
 
 def _want(

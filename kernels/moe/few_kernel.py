@@ -214,7 +214,8 @@ def _steps(
     """All steps of 128 columns, DEPTH at a time.
 
     EARLY: the next words are asked for before the present ones are decoded, and lie in registers of
-    their own; else behind, into the same registers.
+    their own. Else the assembler puts all DEPTH steps' loads behind the decoding, into the same
+    registers: one wait for DEPTH steps, in which other warps decode.
     """
     BELOW: gl.constexpr = 8 * WORDS
     t, _e = _threads(WARPS, 8)
@@ -224,14 +225,15 @@ def _steps(
         _control(WAIT)
     for k in range(0, STEPS - DEPTH, DEPTH):
         coming = _scales(sa_at, sb_at, k + DEPTH, BELOW // 16)
+        later = ()
         if EARLY:
             later = _words_of(a_at, b_at, k + DEPTH, BELOW, WARPS, DEPTH)
             _control(STAY)
         for i in gl.static_range(DEPTH):
             lane = (t % 32 // 4 * 4 + i)[:, None]
             acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
-        if not EARLY:
-            later = _words_of(a_at, b_at, k + DEPTH, BELOW, WARPS, DEPTH)
+            if not EARLY:
+                later = later + _words_of(a_at, b_at, k + i + DEPTH, BELOW, WARPS, 1)
         words = later
         groups = coming
     for i in gl.static_range(DEPTH):
