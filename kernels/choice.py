@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import AbsorbOp, DecodeOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.mla.layer import (
+        AbsorbOp,
+        DecodeOp,
+        MLALayerOp,
+        PrefillLatentOp,
+        StoreOp,
+        ValuesOp,
+    )
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, FrontOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -105,7 +112,7 @@ def composed_kernels(
     mla_absorb: AbsorbOp,
     mla_decode: DecodeOp,
     mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
-    mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
+    mla_prefill_latent: PrefillLatentOp,
     mla_store: StoreOp,
     mla_values: ValuesOp,
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],

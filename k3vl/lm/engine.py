@@ -21,10 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
-from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.encoding import EncodeInStep
@@ -33,6 +30,7 @@ from k3vl.lm.job import Job, Targets, items_to_encode, rows_of
 from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.passes import Passes, next_pass
 from k3vl.lm.prefix import page_key, page_keys
+from k3vl.lm.prompts import prompts
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, choose
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
@@ -43,8 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
 
+    import torch
+
     from k3vl.lm.backend import Encoder, Token
-    from k3vl.lm.batch import Row
     from k3vl.lm.encoding import Encoding
     from k3vl.lm.model import K3Model
     from k3vl.lm.packing import CheckpointDtype
@@ -129,7 +128,12 @@ class Engine:
         host_bytes = config.host_cache_bytes if config.reuse else 0
         self.tier = HostTier(self.cache, host_bytes) if host_bytes else None
         self.decoder = decoder(model, self.cache)
-        self.passes = Passes.of(config, row_independent=model.kernels.row_independent)
+        self.prompts = prompts(model, self.cache)
+        self.passes = Passes.of(
+            config,
+            row_independent=model.kernels.row_independent,
+            most_rows=self.prompts.most_rows,
+        )
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -294,6 +298,7 @@ class Engine:
         self.model = model
         self.encoding.renew(encoder)
         self.decoder.renew(model)
+        self.prompts.renew(model)
 
     def cancel(self, request_id: int) -> None:
         """Free a request; unknown or ended ones are ignored."""
@@ -425,7 +430,7 @@ class Engine:
         begin, targets = first.sequence.num_cached, first.targets
         scored = targets is not None and begin + parts[0][1] > targets.first
         last = [job for (job, _), row in zip(parts, rows, strict=True) if row.wants_logits]
-        logits = self._forward(rows, every_row=scored)
+        logits = self.prompts.run(rows, every_row=scored)
         for job, count in parts:
             self._advance(job.sequence, count)
         if scored:
@@ -448,13 +453,6 @@ class Engine:
                 assert done == count, "a pass ends where a checkpoint is wanted"
                 assert sequence.slot is not None
                 self.checkpoints.save(sequence.slot, checkpoint)
-
-    def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
-        batch = build_batch(rows, self.cache)
-        if every_row:
-            every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-            batch = replace(batch, logit_rows=every)
-        return self.model(batch, self.cache)
 
     def _emit(self, job: Job, token_id: int) -> None:
         """Deliver a chosen token."""
