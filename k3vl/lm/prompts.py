@@ -8,8 +8,9 @@ numbers go to the device by one copy, the rows' inputs lie in memory of their ow
 are one step for a :class:`~k3vl.kernels.recording.Runner`. A size is recorded when it comes a
 second time; the first is the same work, launched, so no bit depends on which of the two it was.
 
-Rows behind the last token are the last sequence's, as in any padded pass. A sequence that pads has
-a row of padding and no token; its state is the cache's spare unit. No padding row's latent is kept.
+Rows behind the last token are those of sequences that pad, at least one each, or the last one's. A
+sequence that pads has no token; its state is the cache's spare unit. No padding row's latent is
+kept.
 """
 
 from __future__ import annotations
@@ -226,7 +227,9 @@ class _Pass:
         padding = size.sequences - len(rows)
         tokens = [len(row.token_ids) for row in rows]
         own = [*tokens, *[1] * padding]  # rows of each
-        own[-1] += size.rows - sum(own)
+        more, rest = divmod(size.rows - sum(own), max(1, padding))
+        own[len(rows) :] = [1 + more] * padding
+        own[-1] += rest
         begins = [0, *accumulate(own)]
         ends = [begin + n for begin, n in zip(begins, [*tokens, *[0] * padding], strict=False)]
         contexts = [*(row.context_len for row in rows), *[0] * padding]
