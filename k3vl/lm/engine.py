@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from k3vl.lm.backend import Encoder, Token
+    from k3vl.lm.batch import Row
     from k3vl.lm.encoding import Encoding
     from k3vl.lm.model import K3Model
     from k3vl.lm.packing import CheckpointDtype
@@ -430,7 +431,7 @@ class Engine:
         begin, targets = first.sequence.num_cached, first.targets
         scored = targets is not None and begin + parts[0][1] > targets.first
         last = [job for (job, _), row in zip(parts, rows, strict=True) if row.wants_logits]
-        logits = self.prompts.run(rows, every_row=scored)
+        logits = self._forward(rows, every_row=scored)
         for job, count in parts:
             self._advance(job.sequence, count)
         if scored:
@@ -453,6 +454,9 @@ class Engine:
                 assert done == count, "a pass ends where a checkpoint is wanted"
                 assert sequence.slot is not None
                 self.checkpoints.save(sequence.slot, checkpoint)
+
+    def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
+        return self.prompts.run(rows, every_row=every_row)
 
     def _emit(self, job: Job, token_id: int) -> None:
         """Deliver a chosen token."""

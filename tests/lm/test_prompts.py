@@ -17,12 +17,12 @@ from k3vl.lm.batch import Row
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.model import K3Model
 from k3vl.lm.passes import Passes
-from k3vl.lm.prompts import DirectPrompts, Size, StaticPrompts, has_sizes, prompts
+from k3vl.lm.prompts import DirectPrompts, Size, StaticPrompts, pays, prompts
 from k3vl.types import SamplingParams
 from tests.device_only import META, device_only, recorded
 from tests.lm.test_decode import small_cache
 from tests.lm.test_engine import PROMPTS, STOP, FakeEncoder, Inbox, generate
-from tests.tiny import KIMI_LINEAR, TINY, TRITON, tiny_model, tokens
+from tests.tiny import KIMI_LINEAR, REFERENCE, TINY, TRITON, tiny_model, tokens
 
 if TYPE_CHECKING:
     from k3vl.lm.cache import HybridCache
@@ -180,9 +180,16 @@ def test_what_has_no_size_goes_by_itself() -> None:
     fresh = small_cache(model)
     assert torch.equal(static.run(rows), DirectPrompts(model, fresh).run(rows))
     assert not static._passes
-    assert not has_sizes(KIMI_LINEAR)
     compiled = tiny_model(kernels=cpu_kernels("a test"))
     assert isinstance(prompts(compiled, small_cache(compiled)), DirectPrompts)
+
+
+def test_for_which_models_it_pays() -> None:
+    large = replace(TINY, num_experts=2000, moe_intermediate_size=9000)
+    assert pays(tiny_model())
+    assert not pays(tiny_model(KIMI_LINEAR)), "without the bound KDA reads lengths on the host"
+    model = K3Model(large, REFERENCE, dtype=torch.float32, device=META)
+    assert not pays(model)
 
 
 # ------------------------------------------------------------------ with the Triton kernels
