@@ -182,6 +182,8 @@ class Engine:
             RequestError: names the first such id.
         """
         vocab = self.model.config.vocab_size
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab:
+            return
         for at, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab:
                 raise RequestError(
