@@ -16,9 +16,9 @@ Nothing is kept from one picture or round for another (``reuse`` is off). Each h
 own, which sleeps while another is measured. A first round, in which kernels are compiled and graphs
 recorded, is told apart.
 
-``equality``: held-out questions about pictures, greedy, token by token: alone, in company, and
-asked twice of an engine that keeps states; in float32 and bfloat16 on the GPU, in float32 on the
-CPU.
+``equality``: held-out questions about pictures, greedy, token by token: all in company; of three
+one alone, in company with every request decoded by itself, and asked twice of an engine that keeps
+states; in float32 and bfloat16 on the GPU, in float32 on the CPU.
 
 ``profile``: a second in the middle of captioning: how much of it the device is busy and with what,
 and what the engine's thread does.
@@ -36,10 +36,10 @@ import json
 import os
 import platform
 import random
-import statistics
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,6 +51,7 @@ import torch
 from PIL import Image
 
 from benchmarks.gpu_equality import compare
+from benchmarks.gpu_rounds import Rounds, in_short
 from benchmarks.gpu_subjects import Failed, Ours, Peer, Setting, Subject
 from k3vl.config import checkpoint_path
 from k3vl.demo.heldout import QUICK
@@ -65,7 +66,6 @@ SIDE = 224
 PARTS = ("speed", "equality", "profile")
 VERSIONS = ("k3vl", "torch", "triton", "transformers", "torchvision", "numba", "pillow", "numpy")
 IN_COMPANY = 64
-GOAL, CPU_GOAL = 5, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,97 +205,40 @@ def speed(options: Options, paths: list[Path], keep: Keep) -> None:
             print(f"round {number} of {options.rounds}", flush=True)
 
 
-class Rounds:
-    """Results by name: the first of each, and the others; texts apart."""
-
-    def __init__(self) -> None:
-        self.first: dict[str, dict[str, Any]] = {}
-        self.rounds: dict[str, list[dict[str, Any]]] = {}
-        self.texts: dict[str, list[str]] = {}
-        self.errors: dict[str, str] = {}
-
-    def known(self, count: int) -> dict[str, Any]:
-        """As JSON."""
-        found = {"errors": self.errors, "first_round": self.first, "rounds": self.rounds}
-        found["same_captions_as_the_cpu"] = self.same_texts(count)
-        return found | summary(self.rounds)
-
-    def ask(self, name: str, subject: Subject, *call: Any) -> Any:
-        """A result, or None where the record now says why not."""
-        try:
-            return subject.call(*call)
-        except Failed as exc:
-            self.errors[name] = str(exc)
-            print(f"{name}: {exc}", flush=True)
-            return None
-
-    def take(self, name: str, subject: Subject, *call: Any) -> None:
-        """Call, unless that has failed before, or making the subject has."""
-        if any(name.startswith(failed) for failed in self.errors):
-            return
-        if (found := self.ask(name, subject, *call)) is None:
-            return
-        self.texts[name] = found.pop("texts", [])
-        print(f"{name}: {found['captions_per_second']:.1f} captions a second", flush=True)
-        if name in self.first:
-            self.rounds.setdefault(name, []).append(found)
-        else:
-            self.first[name] = found
-
-    def same_texts(self, count: int) -> dict[str, float]:
-        """Share of the first captions that are those of the CPU, by who made them."""
-        own = {name: texts for name, texts in self.texts.items() if texts}
-        theirs = next((texts for name, texts in own.items() if "CPU" in name), [])
-        return {
-            name: sum(a == b for a, b in zip(texts[:count], theirs, strict=True)) / count
-            for name, texts in own.items()
-            if theirs and "CPU" not in name
-        }
-
-
-def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of captions a second, the best of each kind, and ours over the others'."""
-    medians = {
-        name: statistics.median(found["captions_per_second"] for found in results)
-        for name, results in rounds.items()
-    }
-
-    def best(*beginnings: str) -> float | None:
-        own = [v for name, v in medians.items() if name.startswith(beginnings)]
-        return max(own, default=None)
-
-    ours, cpu, peer = best("k3vl, "), best("k3vl on the CPU"), best("transformers")
-    return {
-        "captions_per_second": medians,
-        "best": {"k3vl": ours, "k3vl_on_cpu": cpu, "transformers": peer},
-        "over_the_cpu": ours / cpu if ours and cpu else None,
-        "over_transformers": ours / peer if ours and peer else None,
-    }
-
-
-def in_short(record: dict[str, Any]) -> list[str]:
-    """Lines that say what the record says: of the last round, and the ratios."""
-    lines = []
-    for name, rounds in record.get("rounds", {}).items():
-        last = rounds[-1]
-        line = f"{name}: {record['captions_per_second'][name]:.1f} a second"
-        if "steps" in last:
-            count = last["captions"]
-            per = {k: 1e3 * v / count for k, v in last["stage_seconds"].items()}
-            stages = ", ".join(f"{k} {v:.2f}" for k, v in per.items() if v >= 0.005)
-            line += (
-                f", {last['steady_captions_per_second']:.1f} in between; ms a caption: "
-                f"{1e3 * last['process_seconds'] / count:.2f} of processor time, {stages}; "
-                f"{last['steps']} steps of {last['mean_running']:.0f} requests"
-            )
-        lines.append(line)
-    for name, goal in (("over_transformers", GOAL), ("over_the_cpu", CPU_GOAL)):
-        if record.get(name):
-            lines.append(f"{name}: {record[name]:.2f} (goal: {goal})")
-    return lines
-
-
 # ------------------------------------------------------------------ equality
+
+
+COMPANY = f"{IN_COMPANY} in flight"
+_ONE_BY_ONE = 3
+"""Of so many questions one is asked alone: alone every step is bound by its launches."""
+_AT_ONCE = 4
+"""Engines that answer at a time; nothing is measured here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an engine is asked.
+
+    Attributes:
+        engine: its fields.
+        in_flight: questions at once.
+        passes: over all of them; the last one counts.
+        every: which of the questions.
+    """
+
+    engine: dict[str, Any]
+    in_flight: int = IN_COMPANY
+    passes: int = 1
+    every: int = _ONE_BY_ONE
+
+
+_SEVERAL = {"reuse": False, "max_requests": IN_COMPANY}
+WAYS = {
+    COMPANY: Way(engine=_SEVERAL, every=1),
+    "alone": Way(engine={"reuse": False, "exact_decode": True}, in_flight=1),
+    f"{COMPANY}, exact_decode": Way(engine={**_SEVERAL, "exact_decode": True}),
+    "warm": Way(engine={"reuse": True}, in_flight=1, passes=2),
+}
 
 
 def equality(options: Options, paths: list[Path], keep: Keep) -> None:
@@ -305,41 +248,54 @@ def equality(options: Options, paths: list[Path], keep: Keep) -> None:
     compared: dict[str, Any] = {}
     kinds = {f"GPU {dtype}": (options.device, dtype) for dtype in options.dtypes}
     kinds["CPU float32"] = ("cpu", "float32")
-    company = {"reuse": False, "max_requests": IN_COMPANY}
-    ways: dict[str, tuple[dict[str, Any], int, int]] = {
-        "alone": ({"reuse": False, "exact_decode": True}, 1, 1),
-        f"{IN_COMPANY} in flight": (company, IN_COMPANY, 1),
-        f"{IN_COMPANY} in flight, exact_decode": ({**company, "exact_decode": True}, IN_COMPANY, 1),
-        "warm": ({"reuse": True}, 1, 2),
-    }
-    pairs = [
-        (f"{kind}, alone", f"{kind}, {way}") for kind in kinds for way in ways if way != "alone"
+    pairs = [(f"{kind}, alone", f"{kind}, {way}") for kind in kinds for way in WAYS]
+    pairs = [(a, b) for a, b in pairs if a != b]
+    pairs += [
+        (f"CPU float32, {way}", f"{kind}, {way}")
+        for kind in kinds
+        for way in (COMPANY, "alone")
+        if kind != "CPU float32"
     ]
-    pairs += [("CPU float32, alone", f"{kind}, alone") for kind in kinds if kind != "CPU float32"]
     tokenizer = load_tokenizer(checkpoint_path("demo"))
 
     def text_of(ids: Any) -> str:
         return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
-    for kind, (device, dtype) in kinds.items():
-        for way, (engine, in_flight, passes) in ways.items():
-            name, begin = f"{kind}, {way}", time.perf_counter()
-            setting = Setting(device=device, dtype=dtype, engine=engine)
+    def ask(kind: str, way: Way) -> tuple[Any, float]:
+        begin, (device, dtype) = time.perf_counter(), kinds[kind]
+        setting = Setting(device=device, dtype=dtype, engine=way.engine)
+        with Subject(Ours, setting, seconds=options.seconds) as subject:
+            call = options.items, way.in_flight, way.passes, way.every
+            return subject.call("answers", *call)[-1], time.perf_counter() - begin
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        # What tells most comes first, of every kind.
+        runs = {
+            pool.submit(ask, kind, way): f"{kind}, {name}"
+            for name, way in WAYS.items()
+            for kind in kinds
+        }
+        for run in as_completed(runs):
+            name = runs[run]
             try:
-                with Subject(Ours, setting, seconds=options.seconds) as subject:
-                    found = subject.call("answers", options.items, in_flight, passes)
+                said[name], seconds = run.result()
             except Failed as exc:
                 errors[name] = str(exc)
                 print(f"{name}: {exc}", flush=True)
             else:
-                said[name] = found[-1]
-                print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+                print(f"{name}: {seconds:.0f} s", flush=True)
             for a, b in pairs:
                 pair = f"{a} = {b}"
                 if pair not in compared and a in said and b in said:
-                    compared[pair] = compare(said[a], said[b], text_of)
+                    compared[pair] = compare(*in_both(said[a], said[b]), text_of)
                     print(f"{pair}: {in_words(compared[pair])}", flush=True)
             keep({"errors": errors, "compared": compared})
+
+
+def in_both(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Answers to the questions of the one that was asked fewer, which the other was asked too."""
+    fewer = min(first, second, key=len)
+    return {key: first[key] for key in fewer}, {key: second[key] for key in fewer}
 
 
 def in_words(found: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.kernels.attn_residual import attn_residual
+from k3vl.kernels.attn_residual import AttnResidualOp, attn_residual
 from k3vl.kernels.gated_mlp import ComposedGatedMLP, glu_linear
 from k3vl.kernels.kda import kda_decode, kda_prefill
 from k3vl.kernels.kda.layer import ComposedKDA
@@ -20,6 +20,7 @@ from k3vl.kernels.linear import linear
 from k3vl.kernels.mla import (
     mla_absorb,
     mla_decode,
+    mla_gate,
     mla_prefill,
     mla_prefill_latent,
     mla_store,
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from k3vl.kernels.mla.layer import (
         AbsorbOp,
         DecodeOp,
+        GateOp,
         MLALayerOp,
         PrefillLatentOp,
+        PrefillOp,
         StoreOp,
         ValuesOp,
     )
@@ -82,7 +85,7 @@ class Kernels:
     row_independent: bool
     linear: LinearOp
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attn_residual: AttnResidualOp
     kda: KDALayerOp
     mla: MLALayerOp
     latent_moe: LatentMoEOp[FloatExperts]
@@ -111,11 +114,12 @@ def composed_kernels(
     kda_prefill: KDAPrefill,
     mla_absorb: AbsorbOp,
     mla_decode: DecodeOp,
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_prefill: PrefillOp,
     mla_prefill_latent: PrefillLatentOp,
     mla_store: StoreOp,
     mla_values: ValuesOp,
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_gate: GateOp,
+    attn_residual: AttnResidualOp,
     moe_front: FrontOp,
     route: RouteOp,
     moe_experts: ExpertsOp[FloatExperts],
@@ -151,6 +155,7 @@ def composed_kernels(
                 mla_prefill_latent=mla_prefill_latent,
                 mla_store=mla_store,
                 mla_values=mla_values,
+                mla_gate=mla_gate,
             ),
         ),
         latent_moe=latent_moe(moe_experts),
@@ -173,6 +178,7 @@ def reference_kernels(reason: str) -> Kernels:
         mla_prefill_latent=mla_prefill_latent,
         mla_store=mla_store,
         mla_values=mla_values,
+        mla_gate=mla_gate,
         attn_residual=attn_residual,
         moe_front=moe_front,
         route=route,
@@ -220,6 +226,7 @@ def triton_kernels(reason: str) -> Kernels:
     from k3vl.kernels.mla.gpu import (
         mla_absorb,
         mla_decode,
+        mla_gate,
         mla_prefill,
         mla_prefill_latent,
         mla_store,
@@ -232,7 +239,7 @@ def triton_kernels(reason: str) -> Kernels:
         moe_front_gpu,
         route_gpu,
     )
-    from k3vl.kernels.rms_norm.gpu import rms_norm_gpu
+    from k3vl.kernels.rms_norm.gpu import rms_norm
 
     language = composed_kernels(
         name="triton",
@@ -245,6 +252,7 @@ def triton_kernels(reason: str) -> Kernels:
         mla_prefill_latent=mla_prefill_latent,
         mla_store=mla_store,
         mla_values=mla_values,
+        mla_gate=mla_gate,
         attn_residual=attn_residual,
         moe_front=moe_front_gpu,
         route=route_gpu,
@@ -252,7 +260,7 @@ def triton_kernels(reason: str) -> Kernels:
         moe_experts_mxfp4=moe_experts_mxfp4_gpu,
         linear=linear_gpu,
         glu_linear=glu_linear_gpu,
-        rms_norm=rms_norm_gpu,
+        rms_norm=rms_norm,
         moe_layer=LatentMoEBeside,
     )
     return replace(language, vision=triton_vision(), recordable=True)

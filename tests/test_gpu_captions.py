@@ -13,14 +13,15 @@ from PIL import Image
 from benchmarks.gpu_captions import (
     Options,
     engine_field,
+    in_both,
     keeper,
     make_pictures,
     replace_fields,
-    summary,
 )
 from benchmarks.gpu_equality import Recorder, compare, parting, questions_about_pictures
 from benchmarks.gpu_profile import covered, summary_of
-from benchmarks.gpu_subjects import Failed, Subject, ahead, patches_of
+from benchmarks.gpu_rounds import in_short, summary
+from benchmarks.gpu_subjects import Failed, Subject, ahead, patches_of, steady
 from k3vl.lm.backend import Token
 from k3vl.types import Prompt, SamplingParams, TokenLogprob
 
@@ -55,10 +56,47 @@ def test_the_best_of_each_kind_is_compared_by_medians() -> None:
     assert summary(rounds)["over_transformers"] is None
 
 
+def test_the_summary_says_rates_stages_and_ratios() -> None:
+    ours = {
+        "captions": 500,
+        "steady_captions_per_second": 300.0,
+        "process_seconds": 1.5,
+        "stage_seconds": {"decode": 0.5, "wait": 0.0},
+        "steps": 40,
+        "mean_running": 200.0,
+    }
+    record = {
+        "rounds": {"k3vl, 256 in flight": [ours], "transformers, batch 64": [{}]},
+        "captions_per_second": {"k3vl, 256 in flight": 250.0, "transformers, batch 64": 50.0},
+        "over_transformers": 5.0,
+        "over_the_cpu": None,
+    }
+    assert in_short(record) == [
+        "k3vl, 256 in flight: 250.0 a second, 300.0 in between; ms a caption: 3.00 of processor "
+        "time, decode 1.00; 40 steps of 200 requests",
+        "transformers, batch 64: 50.0 a second",
+        "over_transformers: 5.00 (goal: 5)",
+    ]
+
+
+def test_replies_in_steady_state_are_those_between_the_first_and_the_last() -> None:
+    times = [0.0, *(10.0 + n for n in range(8))]
+    assert steady(times, 2) == 1.0
+    assert steady(times, 3) == 8 / 17.0
+
+
 def test_fields_of_the_command_line() -> None:
     assert engine_field("max_step_patches=8192") == ("max_step_patches", 8192)
     options = replace_fields(Options(), {"in_flight": [1, 2], "engine": {"page_size": 32}})
     assert (options.in_flight, options.engine, options.items) == ((1, 2), {"page_size": 32}, 200)
+
+
+def test_fewer_answers_are_compared_with_theirs_among_more() -> None:
+    few, many = {"b": 1, "c": 2}, {"a": 3, "b": 4, "c": 2}
+    assert in_both(few, many) == (few, {"b": 4, "c": 2})
+    assert in_both(many, few) == ({"b": 4, "c": 2}, few)
+    with pytest.raises(KeyError):
+        in_both({"d": 1}, many)
 
 
 def test_where_answers_part_and_how_far() -> None:

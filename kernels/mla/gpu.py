@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -12,10 +12,11 @@ import triton
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla import check_absorb, check_store, check_values
+from k3vl.kernels.mla import check_absorb, check_gate, check_prefill, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
     mla_absorb_kernel,
     mla_decode_kernel,
+    mla_gate_kernel,
     mla_merge_kernel,
     mla_store_kernel,
     mla_values_kernel,
@@ -29,6 +30,9 @@ from k3vl.kernels.mla.hopper import (
     hopper_takes,
 )
 from k3vl.kernels.packed import Packed
+
+if TYPE_CHECKING:
+    from k3vl.kernels.flash_hopper import HopperFlash
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -52,13 +56,14 @@ def mla_prefill(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    shared: torch.Tensor | None = None,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
-    return mla_prefill_packed(
-        q, k, v, scale, lengths=(q.shape[0],), contexts=(k.shape[0],), shape=shape
-    )
+    check_prefill(q, k, v, shared)
+    span = {"lengths": (q.shape[0],), "contexts": (k.shape[0],)}
+    return mla_prefill_packed(q, k, v, scale, **span, shared=shared, shape=shape)
 
 
 def mla_prefill_packed(
@@ -70,7 +75,7 @@ def mla_prefill_packed(
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
     shared: torch.Tensor | None = None,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """Attend causally in several packed sequences, each behind a cached prefix or none.
 
@@ -114,7 +119,7 @@ def mla_prefill_latent(
     scale: float,
     borders: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
     if q.shape[-1] != context.shape[-1] or q.shape[0] > context.shape[0]:
@@ -269,6 +274,23 @@ def mla_store(
             num_warps=1 if latent <= 512 else 4,
             launch_pdl=early,
         )
+
+
+def mla_gate(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_gate`; plain PyTorch takes six launches in 16 bits."""
+    check_gate(x, gate)
+    if gate is None:
+        return x
+    if x.stride(1) != 1 or gate.stride(1) != 1:
+        raise ShapeError("mla_gate: rows must be contiguous")
+    (rows, width), early = x.shape, begins_early(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        mla_gate_kernel[(rows, triton.cdiv(width, 2048))](
+            x, gate, out, x.stride(0), gate.stride(0), width, BLOCK=2048, PDL=early,
+            num_warps=8, launch_pdl=early,
+        )  # fmt: skip
+    return out
 
 
 def mla_values(
