@@ -1,7 +1,7 @@
 """Passes over prompts: as they come, or at a few sizes that are recorded like a decode step.
 
-Launched one by one, a pass of a small model costs the host ten times what the device computes; and
-each of its operators gives the interpreter's lock away, which threads that read pictures take.
+Launched one by one, a pass of a small model costs the host more than the device computes in it; and
+most of its operators give the interpreter's lock away, which threads that read pictures take.
 
 :class:`StaticPrompts` pads a pass to the next size: rows, latents that they see, and sequences. Its
 numbers go to the device by one copy, the rows' inputs lie in memory of their own, and all layers
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LEAST_ROWS = 16
 LAYER_BYTES = 1 << 30
 """A layer of fewer bytes is read sooner than its 35 launches are made: in 0.2 ms on an H200. K3's
-have seventeen times as many."""
+have sixteen times as many."""
 MOST_PAIRS = 4096
 """Tokens times experts a token: up to here the experts' plan is one launch."""
 MOST_ROWS = 2048
