@@ -104,10 +104,11 @@ def mla_prefill_packed(
     )
     if not agree:
         raise ShapeError(f"mla_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    rest: torch.Tensor | None = None
     if shared is not None:
-        rest: torch.Tensor | None = shared.unsqueeze(1).expand(-1, k.shape[1], -1)
-    else:
-        k, rest = _halve(k)
+        rest = shared.unsqueeze(1).expand(-1, k.shape[1], -1)
+    if rest is None or k.shape[-1] & (k.shape[-1] - 1):
+        k, rest = _halve(k if rest is None else torch.cat([k, rest], -1))
     queries, keys = _packed(lengths, q.device), _packed(contexts, q.device)
     return flash(q, k, v, scale, queries=queries, keys=keys, causal=True, rest=rest, shape=shape)
 

@@ -546,7 +546,12 @@ def check_mla_prefill() -> Iterator[str]:
         parts = zip(q.split(lengths), k.split(contexts), v.split(contexts), strict=True)
         want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.2) for p in parts])
         close("packed", got, want, bound(dtype))
-        yield f"{dtype} packed"
+        q, k, v = (normal(9, 2, width, dtype=dtype) for width in (64, 48, 32))
+        tail = normal(9, 16, dtype=dtype)
+        joined = torch.cat([k, tail.unsqueeze(1).expand(-1, 2, -1)], -1)
+        want = mla_prefill_reference(q.double(), joined.double(), v.double(), 0.1)
+        close("48 + 16", mla_prefill(q, k, v, 0.1, tail), want, bound(dtype))
+        yield f"{dtype} packed, widths that are no powers of two"
         q, context = normal(68, 2, 48, dtype=dtype), normal(150, 48, dtype=dtype)
         borders = tuple(torch.tensor([0, *n], device=DEVICE).cumsum(0) for n in (lengths, contexts))
         want = mla_prefill_latent_reference(q.double(), context.double(), 32, 0.1, borders)

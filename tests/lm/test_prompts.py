@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from k3vl.config import checkpoint_path, load_config
 from k3vl.kernels.choice import cpu_kernels
 from k3vl.kernels.recording import EagerRunner
 from k3vl.lm.batch import Row
+from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.model import K3Model
 from k3vl.lm.passes import Passes
@@ -23,9 +24,6 @@ from tests.device_only import META, device_only, recorded
 from tests.lm.test_decode import small_cache
 from tests.lm.test_engine import PROMPTS, STOP, FakeEncoder, Inbox, generate
 from tests.tiny import KIMI_LINEAR, REFERENCE, TINY, TRITON, tiny_model, tokens
-
-if TYPE_CHECKING:
-    from k3vl.lm.cache import HybridCache
 
 
 class CountingRunner(EagerRunner):
@@ -227,3 +225,22 @@ def test_a_recorded_pass_never_waits_and_is_the_same_for_any_prompts(dtype: torc
     linear = TRITON.linear_attn_config
     assert by_name["kda_walk_kernel"] == len(linear.kda_layers)
     assert by_name["flash_kernel"] == len(linear.full_attn_layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_take_the_demo_model(dtype: torch.dtype) -> None:
+    """Steps and passes, in every form; some of its widths are no powers of two."""
+    pytest.importorskip("triton")
+    from k3vl.kernels.choice import triton_kernels
+
+    config = load_config(checkpoint_path("demo")).text
+    model = K3Model(config, triton_kernels("a test"), dtype=dtype, device=META)
+    assert pays(model)
+    sizes = plan_cache(config, dtype, budget_bytes=2**26, page_size=64)
+    cache = HybridCache(config, sizes, dtype=dtype, device=META)
+    direct, static = DirectPrompts(model, cache), StaticPrompts(model, cache, GuardedRunner())
+    with recorded():
+        for parts in ([(1, 5)] * 3, [(64, 0)], [(101, 0)], [(37, 64)], [(101, 0), (30, 0)]):
+            rows = rows_of(cache, parts)
+            assert direct.run(rows).shape == (len(rows), config.vocab_size)
+            assert static.run(rows).shape == static.run(rows).shape == (len(rows), 4096)
