@@ -58,6 +58,7 @@ from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.decode import DirectDecode, StaticDecode
 from k3vl.lm.model import K3Model
+from k3vl.lm.prompts import StaticPrompts
 from k3vl.lm.sampler import Sampler
 from k3vl.types import SamplingParams
 from tests.tiny import TRITON, fill
@@ -238,6 +239,7 @@ def run_prefill(
 ) -> None:
     weights = kda_weights(heads, key)
     pads = [int(x) for x in torch.randint(0, 3, (len(lengths),))]
+    pads = [p if n else p + 1 for n, p in zip(lengths, pads, strict=True)]
     pads[-1] = 70  # a whole chunk of padding
     starts = torch.tensor([0, *(n + p for n, p in zip(lengths, pads, strict=True))]).cumsum(0)
     cu_seqlens = starts.to(DEVICE)
@@ -282,7 +284,8 @@ def check_kda_prefill() -> Iterator[str]:
         run_prefill([1, 2, 3, 15, 16, 17], 1, 16, torch.float32)
         run_prefill([63, 64, 65], 1, 16, torch.float32)
         run_prefill([129], 1, 32, torch.float32)
-        yield "short and odd lengths"
+        run_prefill([5, 0, 33, 0, 0], 1, 16, torch.float32)
+        yield "short and odd lengths, and sequences of padding alone"
         for decay in (30.0, -30.0):  # log-decay at -5, and at 0
             run_prefill([128, 20], 1, 16, torch.float32, decay)
         run_prefill([70], 1, 16, torch.float32, 30.0, 1e-2)
@@ -294,6 +297,7 @@ def check_kda_prefill() -> Iterator[str]:
         (DTYPES[0], 4, 64),
     ):
         run_prefill(list(ODD) if LARGE else [1, 2, 17, 33, 65], heads, key, dtype)
+        run_prefill([5, 0, 33, 0, 0], heads, key, dtype)
         for decay in (30.0, -30.0, 0.0) * LARGE:
             run_prefill([1000, 64, 7], heads, key, dtype, decay)
         for decay in (30.0, 0.0):  # short keys
@@ -542,7 +546,18 @@ def check_mla_prefill() -> Iterator[str]:
         parts = zip(q.split(lengths), k.split(contexts), v.split(contexts), strict=True)
         want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.2) for p in parts])
         close("packed", got, want, bound(dtype))
-        yield f"{dtype} packed"
+        q, k, v = (normal(9, 2, width, dtype=dtype) for width in (64, 48, 32))
+        tail = normal(9, 16, dtype=dtype)
+        joined = torch.cat([k, tail.unsqueeze(1).expand(-1, 2, -1)], -1)
+        want = mla_prefill_reference(q.double(), joined.double(), v.double(), 0.1)
+        close("48 + 16", mla_prefill(q, k, v, 0.1, tail), want, bound(dtype))
+        yield f"{dtype} packed, widths that are no powers of two"
+        q, context = normal(68, 2, 48, dtype=dtype), normal(150, 48, dtype=dtype)
+        borders = tuple(torch.tensor([0, *n], device=DEVICE).cumsum(0) for n in (lengths, contexts))
+        want = mla_prefill_latent_reference(q.double(), context.double(), 32, 0.1, borders)
+        got = mla_prefill_latent(q, context, 32, 0.1, borders)
+        close("latent, several sequences", got, want, bound(dtype))
+        yield f"{dtype} latents of several sequences"
 
 
 def check_attn_residual() -> Iterator[str]:
@@ -668,9 +683,11 @@ def check_prefill_pass() -> Iterator[str]:
     fill(reference)
     ours.load_state_dict(reference.state_dict())
     sizes = plan_cache(TRITON, torch.float32, budget_bytes=2**21, page_size=16)
-    together, alone = (
-        HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(2)
+    together, alone, fixed = (
+        HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(3)
     )
+    fixed.buffer[-sizes.unit_bytes :] = 255  # as numbers NaN
+    static = StaticPrompts(ours, fixed, GraphRunner() if ON_GPU else EagerRunner())
     units = iter(torch.randperm(sizes.num_units).tolist())
     lengths = [(16, 7), (48, 40), (32, 1), (16, 16)]
     slots = [[next(units) for _ in range(sizes.units_per_slot)] for _ in lengths]
@@ -694,7 +711,21 @@ def check_prefill_pass() -> Iterator[str]:
         )
         mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
         close(f"states and windows of pass {turn}", mine, theirs.double(), 1e-4)
+        if not turn:
+            fixed.units.copy_(together.units)
     yield "four prompts, twice"
+    before, some, times = fixed.units.clone(), [0, 2, 3], []
+    for _ in range(3 if ON_GPU else 1):  # launched, recorded, repeated
+        fixed.units.copy_(before)
+        times.append(static.run([rows[i] for i in some]))
+    assert all(torch.equal(times[0], other) for other in times)
+    close("logits of a fixed size", times[0], torch.cat([want[i] for i in some]).double(), 1e-4)
+    mine, theirs = (
+        cache.units[[unit for i in some for unit in slots[i]]] for cache in (fixed, alone)
+    )
+    mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
+    close("states and windows of a fixed size", mine, theirs.double(), 1e-4)
+    yield "three prompts at a fixed size"
 
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
