@@ -139,16 +139,17 @@ def _ask_for_rows(
 ):  # fmt: skip
     """Have C rows of all four streams brought to the L2 cache; those behind the last are the last.
 
-    A row lies where the next 16 bytes begin or before: what is left of it behind is not asked for.
+    In pieces of 64 bytes: of one instruction for a row the assembler makes a loop over threads.
     """
-    o_a = tl.arange(0, 4 * C)
+    o_a = tl.arange(0, 4 * C)[:, None]
+    o_p = tl.arange(0, K // 32)[None, :] * 32
     stream = o_a // C
     row = tl.minimum(start + o_a % C, rows - 1)
-    p_x = (x + row * S_QKV + stream * (H * K)).to(tl.int64)
-    at = tl.where(stream < 3, p_x, (decay + row * S_DECAY).to(tl.int64))
+    p_x = (x + row * S_QKV + stream * (H * K) + o_p).to(tl.int64)
+    p_decay = (decay + row * S_DECAY + o_p).to(tl.int64)
     tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
-        [at & -16, K * 2], dtype=tl.int32, is_pure=False, pack=1,
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [tl.where(stream < 3, p_x, p_decay)],
+        dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

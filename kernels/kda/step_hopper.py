@@ -17,7 +17,6 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
-
 _REGISTERS = 168
 """At most so many for a thread: three programs a multiprocessor, 64 KB of shared memory each."""
 

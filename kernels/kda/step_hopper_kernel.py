@@ -260,6 +260,8 @@ def kda_step_hopper_kernel(
         buffer = gl.allocate_shared_memory(gl.float32, [1, 1, K, K], PLAIN).index(0)
         mbarrier.expect(landed, K * K * 4)
         begin_copy(pool, [cell.to(gl.int32), 0, 0], landed, buffer)
+        # Or the assembler begins it when the loads that come next have been waited for.
+        meet()
         m_row, m_sum = vectors(K)
         advance(
             buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
