@@ -18,13 +18,6 @@ from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_referen
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PREFILL_VARIANTS: tuple[HopperShape, ...] = (
-    HopperShape(128, 5, ahead=0),
-    HopperShape(128, 5, rows=8),
-    HopperShape(128, 5, rows=8, ahead=528),
-    HopperShape(64, 3),
-    HopperShape(64, 3, ahead=528),
-)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
 
@@ -161,6 +154,20 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
     )
 
 
+def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
+    """The default one on Hopper, then others."""
+    if heads < 64:
+        half = HopperShape(64, 3)
+        return half, half._replace(ahead=0), half._replace(ahead=528)
+    whole = HopperShape(128, 5)
+    return (
+        whole,
+        whole._replace(ahead=0),
+        whole._replace(rows=8),
+        whole._replace(rows=8, ahead=528),
+    )
+
+
 _PREFILL_SIZES = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
 
 
@@ -213,7 +220,7 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         variants={
             # Each is compared with the default, from fresh states.
             str(shape): Peer(partial(Work, partial(run, shape=shape), partial(ours, shape)))
-            for shape in _PREFILL_VARIANTS
+            for shape in _prefill_shapes(heads)[1:]
         },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
@@ -250,7 +257,7 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
         variants={
             f"{part} of {shape}": Peer(partial(prepare, shape, part))
-            for shape in _PREFILL_VARIANTS
+            for shape in _prefill_shapes(heads)
             for part in ("begin", "prepare", "walk", *(["norm"] if shape.values < _K else []))
         },
     )

@@ -311,19 +311,22 @@ def check_kda_snapshots() -> Iterator[str]:
     cu_seqlens = torch.tensor([0, 5, length + 5], device=DEVICE)
     depths = torch.tensor([[0, 0], [2 * CHUNK, CHUNK]], device=DEVICE)
     where = torch.tensor([[[0], [0]], [[2], [5]]], device=DEVICE)
-    own = windows.clone(), states.clone()
-    snapshots = Snapshots(depths, where)
-    batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
-    kda_prefill(*args, *batch, snapshots=snapshots)
-    for depth, cell in ((2 * CHUNK, 2), (CHUNK, 5)):
-        part = [x[5 : 5 + depth] for x in args]
-        alone = windows.clone(), states.clone()
-        span = torch.tensor([0, depth], device=DEVICE)
-        kda_prefill(*part, weights, *alone, cells[1:], span, span[1:])
-        assert torch.equal(own[1][cell], alone[1][4]), depth
-        assert torch.equal(own[0][cell], alone[0][4]), depth
-    assert torch.equal(own[1][0], states[0])
-    yield f"depths {CHUNK} and {2 * CHUNK}"
+    shapes: list[KDAHopperShape | None] = [None]
+    if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
+        shapes += [HOPPER_WHOLE]
+    for shape in shapes:
+        own = windows.clone(), states.clone()
+        batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
+        kda_prefill(*args, *batch, snapshots=Snapshots(depths, where), shape=shape)
+        for depth, cell in ((2 * CHUNK, 2), (CHUNK, 5)):
+            part = [x[5 : 5 + depth] for x in args]
+            alone = windows.clone(), states.clone()
+            span = torch.tensor([0, depth], device=DEVICE)
+            kda_prefill(*part, weights, *alone, cells[1:], span, span[1:], shape=shape)
+            assert torch.equal(own[1][cell], alone[1][4]), depth
+            assert torch.equal(own[0][cell], alone[0][4]), depth
+        assert torch.equal(own[1][0], states[0])
+        yield f"depths {CHUNK} and {2 * CHUNK}, {shape}"
 
 
 def check_kda_pieces() -> Iterator[str]:
