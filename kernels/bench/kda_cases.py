@@ -158,13 +158,13 @@ def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
     """The default one on Hopper, then others."""
     if heads < 64:
         half = HopperShape(64, 3)
-        return half, half._replace(ahead=0), half._replace(ahead=528)
+        return half, half._replace(ahead=528), half._replace(early=True)
     whole = HopperShape(128, 5)
     return (
         whole,
-        whole._replace(ahead=0),
+        whole._replace(ahead=528),
         whole._replace(rows=8),
-        whole._replace(rows=8, ahead=528),
+        whole._replace(rows=8, ahead=0, early=True),
     )
 
 

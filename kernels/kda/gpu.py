@@ -241,6 +241,12 @@ class _Work(NamedTuple):
     taps: torch.Tensor
 
     @property
+    def early(self) -> bool:
+        """Whether a launch may begin before the one in front of it has ended."""
+        asked = isinstance(self.layout, HopperShape) and self.layout.early
+        return asked and begins_early(self.inputs[0])
+
+    @property
     def slots(self) -> tuple[int, int]:
         """Heads and slots: a program for each."""
         heads = self.pool.cells.shape[1]
@@ -310,9 +316,11 @@ def _prepare(work: _Work) -> None:
         FAST=half,
         MINUS_W=hopper,
         ASK=-1 if ahead is None else -(-ahead // heads),
+        PDL=work.early,
         **work.common,
         num_warps=4,
         maxnreg=layout.registers,
+        launch_pdl=work.early,
     )
 
 
@@ -328,7 +336,7 @@ def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None
         eps=work.weights.eps,
         chunk=CHUNK,
     )
-    hopper_walk(walk, layout)
+    hopper_walk(walk, layout, early=work.early)
 
 
 def _walk(work: _Work, layout: PrefillShape, out: torch.Tensor) -> None:
@@ -375,7 +383,9 @@ def _norm(work: _Work, out: torch.Tensor) -> None:
         BS=work.searched,
         C=CHUNK,
         K=work.pool.states.shape[-1],
+        PDL=work.early,
         num_warps=4,
+        launch_pdl=work.early,
     )
 
 

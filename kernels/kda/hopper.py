@@ -26,6 +26,7 @@ class HopperShape(NamedTuple):
         registers: at most so many for a thread of the parallel kernel.
         rows: warps that make rows of the output, in programs that norm: 4 or 8.
         ahead: programs further on whose rows the parallel kernel asks for; None: it does not.
+        early: each launch may begin before the one in front of it has ended (``dependent``).
     """
 
     values: int
@@ -33,6 +34,7 @@ class HopperShape(NamedTuple):
     registers: int = 128
     rows: int = 4
     ahead: int | None = None
+    early: bool = False
 
 
 def hopper_takes(
@@ -71,7 +73,11 @@ class Walk(NamedTuple):
 
 
 def hopper_walk(
-    walk: Walk, shape: HopperShape, *, launch: Callable[..., None] | None = None
+    walk: Walk,
+    shape: HopperShape,
+    *,
+    early: bool,
+    launch: Callable[..., None] | None = None,
 ) -> None:
     """Fill ``out`` and advance the pool.
 
@@ -114,6 +120,7 @@ def hopper_walk(
         "OUTS": 2,
         "WARPS": shape.rows if whole else 2,
         "ALIGNED": aligned,
+        "PDL": early,
     }
     grid = (key // shape.values * sequences * heads, 1, 1)
     from k3vl.kernels.kda.hopper_kernels import kda_walk_sides_kernel as kernel
@@ -122,8 +129,8 @@ def hopper_walk(
         launch(kernel, grid, matrices, *args, **constants)
         return
     # Two programs a multiprocessor where a program is half of a head.
-    registers = None if whole else 128
-    kernel[grid](*_described(matrices), *args, **constants, num_warps=4, maxnreg=registers)
+    options = {"num_warps": 4, "maxnreg": None if whole else 128, "launch_pdl": early}
+    kernel[grid](*_described(matrices), *args, **constants, **options)
 
 
 def _described(matrices: Iterable[tuple[torch.Tensor, list[int]]]) -> list[Any]:

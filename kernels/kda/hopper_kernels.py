@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from k3vl.kernels.kda.step_hopper_kernel import let_next_begin, wait_for_inputs
+
 # Triton 3.6 has the second name of each, later ones the first.
 meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -240,6 +242,7 @@ def kda_walk_sides_kernel(
     depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, H,
     C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, DEPTHS: gl.constexpr,
     STAGES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of one head (BV of its value channels, 64 or all 128) through one sequence.
 
@@ -253,6 +256,8 @@ def kda_walk_sides_kernel(
     i_v = gl.program_id(0) % (K // BV)  # the parts of a head start together and read the same
     i_h = gl.program_id(0) // (K // BV) % H
     i_s = gl.program_id(0) // (K // BV) // H
+    if PDL:
+        let_next_begin()
     m_wq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], ROWS)
     m_kl = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], ROWS)
     m_u = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BV, C], SHORT)
@@ -271,6 +276,8 @@ def kda_walk_sides_kernel(
         mbarrier.init(taken.index(i), count=1)
     fence_async_shared()
     meet()
+    if PDL:
+        wait_for_inputs()
     if SIDES == 1:
         gl.warp_specialize(
             [

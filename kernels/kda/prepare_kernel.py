@@ -13,6 +13,7 @@ on its diagonal, and what divides by them are factors of rows and columns of the
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
@@ -250,7 +251,7 @@ def kda_prepare_kernel(
     rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr,
     C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-    MINUS_W: tl.constexpr, ASK: tl.constexpr,
+    MINUS_W: tl.constexpr, ASK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -260,6 +261,8 @@ def kda_prepare_kernel(
     halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
     With ASK of at least 0, rows of the chunk that many slots on are asked for, out of ``rows``.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)

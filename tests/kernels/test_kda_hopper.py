@@ -122,7 +122,7 @@ def walk(
         eps=call.weights.eps,
         chunk=CHUNK,
     )
-    hopper_walk(job, shape, launch=on_cpu)
+    hopper_walk(job, shape, early=True, launch=on_cpu)
     return out, windows, states
 
 
