@@ -6,53 +6,66 @@ are recorded once and replayed. A replay reads the same memory each time, so inp
 of a few sizes, and a step is padded to the next one. Per step there are one copy to the device, the
 model, then, while it runs, the masks and their copy, the sampling, and one small copy back.
 
+A step can be launched before the tokens of the last one have come back: the sampling leaves them
+where the next step of that size reads its tokens.
+
 A padding row has cells, cache rows and a length that say so: it changes no state, attends to
 nothing and its token goes nowhere (``kda_decode``, ``mla_store`` and ``mla_decode``).
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 
 from k3vl.kernels.recording import GraphRunner
-from k3vl.lm.batch import Batch, build_batch
-from k3vl.lm.sampler import (
-    GREEDY,
-    NUM_PARAMS,
-    SamplingPlan,
-    choose,
-    num_words,
-    pack,
-    sample,
-    settle,
-)
+from k3vl.kernels.upload import upload
+from k3vl.lm.batch import build_batch
+from k3vl.lm.decode_inputs import StepInputs, Wishes
+from k3vl.lm.sampler import GREEDY, SamplingPlan, choose, sample, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from k3vl.kernels.recording import Runner, Step
+    from k3vl.kernels.recording import Runner
     from k3vl.lm.batch import Row
     from k3vl.lm.cache import HybridCache
     from k3vl.lm.model import K3Model
     from k3vl.lm.sampler import Ask, Chooser
 
 
-class Decode(Protocol):
-    """Decode steps of one model over one cache."""
+class Launched(Protocol):
+    """A step that the device has been given."""
 
-    def run(self, rows: Sequence[Row], choosers: Sequence[Chooser]) -> list[int]:
+    def tokens(self) -> list[int]:
+        """Wait for it, tell the choosers and return their tokens; once."""
+
+
+class Decode(Protocol):
+    """Decode steps of one model over one cache.
+
+    Attributes:
+        overlaps: a step may be launched behind one whose tokens are not known yet.
+    """
+
+    overlaps: bool
+
+    def launch(
+        self,
+        rows: Sequence[Row],
+        choosers: Sequence[Chooser],
+        *,
+        sources: Sequence[int] | None = None,
+    ) -> Launched:
         """Advance every row by its one token.
 
         Args:
             rows: of the step, at most as many as the engine runs requests.
             choosers: of those rows that want logits, in order.
-
-        Returns:
-            Their tokens.
+            sources: which row of the step launched last chose each row's token; the rows' own
+                ``token_ids`` are not read then. Only where it ``overlaps``.
         """
 
     def renew(self, model: K3Model) -> None:
@@ -60,19 +73,38 @@ class Decode(Protocol):
 
 
 class DirectDecode:
-    """Every step by itself, nothing padded."""
+    """Every step by itself, nothing padded, over when it has been launched."""
+
+    overlaps = False
 
     def __init__(self, model: K3Model, cache: HybridCache) -> None:
         """Hold both."""
         self.model, self.cache = model, cache
 
-    def run(self, rows: Sequence[Row], choosers: Sequence[Chooser]) -> list[int]:
+    def launch(
+        self,
+        rows: Sequence[Row],
+        choosers: Sequence[Chooser],
+        *,
+        sources: Sequence[int] | None = None,
+    ) -> Launched:
         """See :class:`Decode`."""
-        return choose(self.model(build_batch(rows, self.cache), self.cache), choosers)
+        assert sources is None
+        return _Done(choose(self.model(build_batch(rows, self.cache), self.cache), choosers))
 
     def renew(self, model: K3Model) -> None:
         """See :class:`Decode`."""
         self.model = model
+
+
+class _Done:
+    """A step that is over."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+
+    def tokens(self) -> list[int]:
+        return self._token_ids
 
 
 def decoder(model: K3Model, cache: HybridCache) -> Decode:
@@ -86,23 +118,48 @@ def decoder(model: K3Model, cache: HybridCache) -> Decode:
 
 
 class StaticDecode:
-    """Steps of a few sizes over fixed memory, made ready by a :class:`Runner`."""
+    """Steps of a few sizes over fixed memory, made ready by a :class:`Runner`.
+
+    Two steps at most are on their way. What lies in pinned memory, a step's inputs and its results,
+    exists twice for that; which of the two a step uses is its turn.
+    """
+
+    overlaps = True
 
     def __init__(self, model: K3Model, cache: HybridCache, runner: Runner) -> None:
         """Nothing is made before it is wanted."""
         self.model, self.cache, self.runner = model, cache, runner
         self._sizes: dict[int, _Size] = {}
+        self._on_their_way: deque[_Recorded] = deque(maxlen=2)
+        self._turn = 0
 
-    def run(self, rows: Sequence[Row], choosers: Sequence[Chooser]) -> list[int]:
+    def launch(
+        self,
+        rows: Sequence[Row],
+        choosers: Sequence[Chooser],
+        *,
+        sources: Sequence[int] | None = None,
+    ) -> Launched:
         """See :class:`Decode`."""
         size = padded_size(len(rows))
         if size not in self._sizes:
             self._sizes[size] = _Size(self.model, self.cache, self.runner, size)
-        return self._sizes[size].run(rows, choosers)
+        if len(self._on_their_way) == 2:
+            self._on_their_way[0].wait()
+        self._turn ^= 1
+        before = None
+        if sources is not None:
+            before = self._on_their_way[-1].token_ids, sources
+        launched = self._sizes[size].launch(rows, choosers, self._turn, before)
+        self._on_their_way.append(launched)
+        return launched
 
     def renew(self, model: K3Model) -> None:
         """See :class:`Decode`; what was recorded reads the old weights."""
+        for launched in self._on_their_way:
+            launched.wait()
         self.model = model
+        self._on_their_way.clear()
         self._sizes.clear()
 
 
@@ -115,113 +172,91 @@ class _Size:
     """Everything that steps of one size need."""
 
     def __init__(self, model: K3Model, cache: HybridCache, runner: Runner, size: int) -> None:
-        self.inputs = _Inputs(model, cache, size)
-        self.wishes = _Wishes(size, model.config.vocab_size, cache.buffer.device)
+        self.inputs = StepInputs(model, cache, size)
+        self.wishes = Wishes(size, model.config.vocab_size, cache.buffer.device)
         self.runner = runner
         self.forward = runner.make(lambda: model(self.inputs.batch(), cache))
-        self.samplings: dict[SamplingPlan, Step] = {}
+        self.samplings: dict[SamplingPlan, _Sampling] = {}
 
-    def run(self, rows: Sequence[Row], choosers: Sequence[Chooser]) -> list[int]:
-        self.inputs.fill(rows)
+    def launch(
+        self,
+        rows: Sequence[Row],
+        choosers: Sequence[Chooser],
+        turn: int,
+        before: tuple[torch.Tensor, Sequence[int]] | None,
+    ) -> _Recorded:
+        """``before``: tokens of the step before [B] int64, and which of them are these rows'."""
+        self.inputs.fill(rows, turn, known=before is None)
+        token_ids = self.inputs.token_ids
+        if before is not None:
+            _carry(*before, token_ids)
         logits = self.forward()
         waiting = iter(choosers)
         by_row = [next(waiting) if row.wants_logits else None for row in rows]
-        by_row += [None] * (self.inputs.size - len(rows))
         asks = [GREEDY if chooser is None else chooser.ask() for chooser in by_row]
         plan = SamplingPlan.of(asks)
         if plan not in self.samplings:
             params, bits = self.wishes.params, self.wishes.bits
-            self.samplings[plan] = self.runner.make(lambda: sample(logits, params, bits, plan))
-        self.wishes.fill(asks, plan)
-        return settle(self.samplings[plan](), asks, by_row)
+            self.samplings[plan] = _Sampling(
+                self.runner, lambda: sample(logits, params, bits, plan, token_ids)
+            )
+        self.wishes.fill(asks, plan, turn)
+        return _Recorded(self.samplings[plan].launch(turn), asks, by_row, token_ids)
 
 
-class _Inputs:
-    """A step's integers in one buffer on the device and its pinned twin, filled by one copy.
-
-    The page table lies last and page after page, so that a copy ends with the longest context. The
-    twin may be written again because a step ends with its tokens on the host.
-    """
-
-    def __init__(self, model: K3Model, cache: HybridCache, size: int) -> None:
-        sizes, device = cache.sizes, cache.buffer.device
-        self.cache, self.size = cache, size
-        pages = min(sizes.num_units, sizes.pages(model.config.max_position_embeddings))
-        widths = {"token_ids": 1, "cache_rows": 1, "lens": 1, "units": sizes.units_per_slot}
-        shapes = {name: (size, width) for name, width in widths.items()} | {"pages": (pages, size)}
-        counts = [rows * columns for rows, columns in shapes.values()]
-        self._fixed = sum(counts[:-1])
-        self._host = torch.zeros(sum(counts), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros_like(self._host, device=device)
-
-        def views(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            parts = zip(shapes.items(), flat.split(counts), strict=True)
-            return {name: part.view(shape) for (name, shape), part in parts}
-
-        self._to = {name: view.numpy() for name, view in views(self._host).items()}
-        self._from = views(self._device)
-        self._none = torch.zeros(1, dtype=torch.int64, device=device)
-        self.fill(())
-
-    def fill(self, rows: Sequence[Row]) -> None:
-        """Put a step's rows in; what is left is padding."""
-        to, count, size = self._to, len(rows), self.cache.sizes.page_size
-        to["token_ids"][count:] = to["lens"][count:] = 0
-        to["cache_rows"][count:] = to["units"][count:] = -1
-        longest = 0
-        if rows:
-            assert all(row.num_rows == 1 for row in rows)
-            at = np.array([row.context_len for row in rows])
-            used = at // size + 1
-            longest = int(used.max())
-            begins = np.zeros((count, longest), np.int64)
-            pages = [row.pages[:own] for row, own in zip(rows, used.tolist(), strict=True)]
-            begins[np.arange(longest) < used[:, None]] = list(chain.from_iterable(pages))
-            begins *= self.cache.rows_per_unit
-            to["token_ids"][:count, 0] = [row.token_ids[0] for row in rows]
-            to["lens"][:count, 0] = at + 1
-            to["cache_rows"][:count, 0] = begins[np.arange(count), used - 1] + at % size
-            to["units"][:count] = [row.slot for row in rows]
-            to["pages"][:longest, :count] = begins.T
-        end = self._fixed + longest * self.size
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
-
-    def batch(self) -> Batch:
-        """The step as the model takes it; whatever is computed here is part of the step."""
-        given = self._from
-        return Batch(
-            token_ids=given["token_ids"].squeeze(1),
-            feature_rows=None,
-            features=None,
-            num_decodes=self.size,
-            prefill_lens=(),
-            cells=self.cache.cells_of(given["units"]),
-            cu_seqlens=self._none,
-            ends=self._none[:0],
-            cache_rows=given["cache_rows"].squeeze(1),
-            decode_rows=given["pages"].T,
-            decode_lens=given["lens"].squeeze(1),
-            prefill_rows=(),
-            logit_rows=None,
-            page=self.cache.sizes.page_size,
-        )
+def _carry(tokens: torch.Tensor, sources: Sequence[int], to: torch.Tensor) -> None:
+    """Bring tokens from where one step has left them to where the next reads them."""
+    count = len(sources)
+    if tokens is to and all(at == source for at, source in enumerate(sources)):
+        return
+    places = upload(sources, device=tokens.device)[0]
+    to[:count] = tokens.index_select(0, places)
+    to[count:] = 0
 
 
-class _Wishes:
-    """What the rows of a step ask of their tokens, on the device and in pinned memory."""
+class _Sampling:
+    """A recorded sampling, and pinned memory for its results."""
 
-    def __init__(self, size: int, vocab: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._params = torch.zeros(size, NUM_PARAMS, dtype=torch.float64, pin_memory=pinned)
-        self._bits = torch.zeros(size, num_words(vocab), dtype=torch.int32, pin_memory=pinned)
-        self.params = torch.zeros_like(self._params, device=device)
-        self.bits = torch.zeros_like(self._bits, device=device)
+    def __init__(self, runner: Runner, step: Callable[[], torch.Tensor]) -> None:
+        self._step = runner.make(step)
+        self._results: list[torch.Tensor] = []
 
-    def fill(self, asks: Sequence[Ask], plan: SamplingPlan) -> None:
-        """Copy what the plan reads."""
-        if plan.drawn or plan.forced:
-            self._params.numpy()[:] = [ask.numbers for ask in asks]
-            self.params.copy_(self._params, non_blocking=True)
-        if plan.masked:
-            pack(asks, self._bits.numpy())
-            self.bits.copy_(self._bits, non_blocking=True)
+    def launch(self, turn: int) -> torch.Tensor:
+        """The host's memory of the result, to be filled."""
+        sampled = self._step()
+        if not self._results:
+            self._results = [
+                torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=sampled.is_cuda)
+                for _ in range(2)
+            ]
+        return self._results[turn].copy_(sampled, non_blocking=True)
+
+
+class _Recorded:
+    """A recorded step that the device has been given; ``token_ids`` is where it leaves them."""
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        asks: Sequence[Ask],
+        by_row: Sequence[Chooser | None],
+        token_ids: torch.Tensor,
+    ) -> None:
+        self.token_ids = token_ids
+        self._result, self._asks, self._by_row = result, asks, by_row
+        self._end = torch.cuda.current_stream().record_event() if token_ids.is_cuda else None
+
+    def wait(self) -> None:
+        """Return when its memory may be used again."""
+        if self._end is not None:
+            self._end.synchronize()
+            self._end = None
+
+    def tolist(self) -> list[int] | list[list[float]]:
+        """The result's rows, padding left out."""
+        self.wait()
+        rows: list[int] | list[list[float]] = self._result[: len(self._by_row)].tolist()
+        return rows
+
+    def tokens(self) -> list[int]:
+        return settle(self, self._asks, self._by_row)

@@ -29,7 +29,8 @@ from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.features import media_items
-from k3vl.lm.job import Job, Targets, items_to_encode, rows_of
+from k3vl.lm.job import Job, Targets, decode_rows_of, items_to_encode, rows_of
+from k3vl.lm.overlap import Flight, launch_ahead, note_ahead
 from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.passes import Passes, next_pass
 from k3vl.lm.prefix import page_key, page_keys
@@ -142,6 +143,7 @@ class Engine:
             tier=self.tier,
         )
         self.jobs: dict[int, Job] = {}
+        self._flight: Flight | None = None
         self.times = StageTimes()
 
     def admissible(self, prompt: Prompt, sampling: SamplingParams) -> int:
@@ -287,6 +289,7 @@ class Engine:
         configuration, dtype and device: the cache stays.
         """
         assert not self.jobs
+        self._flight = None
         assert model.config == self.model.config
         assert model.embedding.dtype == self.model.embedding.dtype
         assert model.embedding.device == self.model.embedding.device
@@ -315,6 +318,11 @@ class Engine:
         One in which nothing can be done but encode waits until something has been.
         """
         busy = bool(self.jobs)
+        flight, self._flight = self._flight, None
+        if flight is not None and any(map(self._lives, flight.jobs)):
+            with self.times.stage("decode"):
+                self._land(flight)
+            return True
         self._take_features(wait=False)
         step = self.scheduler.plan()
         with self.times.stage("restore"):
@@ -331,7 +339,7 @@ class Engine:
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
             for first in range(0, len(decoding), each):
-                self._decode(decoding[first : first + each])
+                self._decode(decoding[first : first + each], alone=not apart and not prefilling)
         with self.times.stage("prefill"):
             self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
         return busy
@@ -377,16 +385,29 @@ class Engine:
         self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds
 
-    def _decode(self, jobs: list[Job]) -> None:
-        """One token of every request, in one pass."""
-        last = [job for job in jobs if job.sequence.num_pending == 1]
-        rows = rows_of([(job, 1) for job in jobs], self.cache)
-        chosen = self.decoder.run(rows, [job.sampler for job in last])
+    def _decode(self, jobs: list[Job], *, alone: bool) -> None:
+        """One token of every request, in one pass; ``alone`` says that it is all of the step."""
+        rows = decode_rows_of(jobs)
+        last = [job for job, row in zip(jobs, rows, strict=True) if row.wants_logits]
+        flight = Flight(last, self.decoder.launch(rows, [job.sampler for job in last]))
         for job in jobs:
             self._name_page(job)
             self._advance(job.sequence, 1)
-        for job, token_id in zip(last, chosen, strict=True):
-            self._emit(job, token_id)
+        self._land(flight, followed=alone and len(last) == len(jobs))
+
+    def _land(self, flight: Flight, *, followed: bool = True) -> None:
+        """Hand out a launched step's tokens, while the device computes the next one if it may."""
+        if flight.ahead:
+            note_ahead(self.scheduler)
+        if followed and self.decoder.overlaps:
+            live = [(row, job) for row, job in enumerate(flight.jobs) if self._lives(job)]
+            self._flight = launch_ahead(live, self.scheduler, self.decoder)
+        for job, token_id in zip(flight.jobs, flight.launched.tokens(), strict=True):
+            if self._lives(job):  # what was computed for one that has ended is nobody's
+                self._emit(job, token_id)
+
+    def _lives(self, job: Job) -> bool:
+        return self.jobs.get(job.sequence.id) is job
 
     def _name_page(self, job: Job) -> None:
         """Give the page that the coming token completes a key, if it is to be kept."""

@@ -460,7 +460,8 @@ class Scheduler:
         if not taken:
             assert node.page is not None
             self.arena.give_back([unit], "page")
-            sequence.pages[index] = node.page.units[0]
+            # Another list: whoever has seen this one may rely on what was in it.
+            sequence.pages = [*sequence.pages[:index], *node.page.units, *sequence.pages[depth:]]
 
     def _checkpoint_answer(self, sequence: Sequence, depth: int) -> tuple[int, ...] | None:
         """Move the state at the end of the answer so far to where the answer has come."""

@@ -148,11 +148,11 @@ def test_padding_touches_nothing() -> None:
     before = cache.units.clone()
     static = StaticDecode(model, cache, EagerRunner())
     choosers = [Sampler(SamplingParams()) for _ in rows]
-    got = static.run(rows, choosers)
+    got = static.launch(rows, choosers).tokens()
     assert torch.equal(cache.units[free], before[free])
     fresh = small_cache(model)
     fresh.units.copy_(before)
-    assert got == DirectDecode(model, fresh).run(rows, choosers)
+    assert got == DirectDecode(model, fresh).launch(rows, choosers).tokens()
     assert not torch.equal(cache.units, before)
     assert torch.allclose(
         cache.buffer.view(torch.float32).nan_to_num(),
@@ -169,9 +169,9 @@ def test_a_longer_context_does_not_outlive_its_step() -> None:
     long, short = rows_of(cache, [200, 5])
     for row in (long, short, long, short):
         start = cache.units.clone()
-        got = static.run([row], [Sampler(SamplingParams())])
+        got = static.launch([row], [Sampler(SamplingParams())]).tokens()
         cache.units.copy_(start)
-        assert got == DirectDecode(model, cache).run([row], [Sampler(SamplingParams())])
+        assert got == DirectDecode(model, cache).launch([row], [Sampler(SamplingParams())]).tokens()
 
 
 def test_sizes_of_steps() -> None:
@@ -213,7 +213,7 @@ def test_a_step_on_a_device_never_waits(dtype: torch.dtype, count: int) -> None:
     rows = rows_of(cache, [7 * number for number in range(count)])
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=3, logit_mask=FakeMask(0, 4))
     choosers = [Sampler(params) for _ in rows]
-    assert StaticDecode(model, cache, runner).run(rows, choosers) == [0] * count
+    assert StaticDecode(model, cache, runner).launch(rows, choosers).tokens() == [0] * count
     by_name = Counter(launch.kernel for launch in runner.launches)
     linear = TRITON.linear_attn_config
     assert by_name["kda_step_kernel"] == len(linear.kda_layers)
