@@ -325,7 +325,7 @@ def _prefill(engine: Engine, tokens: int, options: SliceOptions) -> tuple[float,
 
 
 def _decode(engine: Engine, batch: int, options: SliceOptions) -> tuple[float, ...]:
-    """Every step's time, with all requests in it."""
+    """Every step's time, with all requests in it: from one step's tokens to the next one's."""
     received: list[Token] = []
     steps = options.repeat + _WARM_UP
     most = _most_new(batch, options)
@@ -333,11 +333,13 @@ def _decode(engine: Engine, batch: int, options: SliceOptions) -> tuple[float, .
         _add(engine, request, options.context, options, max_tokens=most, received=received)
     while any(not job.sequence.num_generated for job in engine.jobs.values()):
         engine.step()
-    spans = []
+    spans, begin = [], _now(engine)
     for _ in range(steps):
-        before, begin = len(received), _now(engine)
+        before = len(received)
         engine.step()
-        spans.append(_now(engine) - begin)
+        end = time.perf_counter()  # the device may be at the next step already
+        spans.append(end - begin)
+        begin = end
         assert len(received) - before == batch, "every request gets a token in every step"
     for request in range(batch):
         engine.cancel(request)

@@ -232,6 +232,18 @@ class _Sampling:
         return self._results[turn].copy_(sampled, non_blocking=True)
 
 
+class Mark(Protocol):
+    """A place in what a device has been given to do."""
+
+    def synchronize(self) -> object:
+        """Return when the device has come to it."""
+
+
+def mark(device: torch.device) -> Mark | None:
+    """Where its current stream ends now; None where nothing is ever on its way."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 class _Recorded:
     """A recorded step that the device has been given; ``token_ids`` is where it leaves them."""
 
@@ -244,7 +256,7 @@ class _Recorded:
     ) -> None:
         self.token_ids = token_ids
         self._result, self._asks, self._by_row = result, asks, by_row
-        self._end = torch.cuda.current_stream().record_event() if token_ids.is_cuda else None
+        self._end = mark(token_ids.device)
 
     def wait(self) -> None:
         """Return when its memory may be used again."""

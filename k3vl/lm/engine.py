@@ -339,7 +339,7 @@ class Engine:
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
             for first in range(0, len(decoding), each):
-                self._decode(decoding[first : first + each], alone=not apart and not prefilling)
+                self._decode(decoding[first : first + each])
         with self.times.stage("prefill"):
             self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
         return busy
@@ -385,21 +385,21 @@ class Engine:
         self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds
 
-    def _decode(self, jobs: list[Job], *, alone: bool) -> None:
-        """One token of every request, in one pass; ``alone`` says that it is all of the step."""
+    def _decode(self, jobs: list[Job]) -> None:
+        """One token of every request, in one pass."""
         rows = decode_rows_of(jobs)
         last = [job for job, row in zip(jobs, rows, strict=True) if row.wants_logits]
         flight = Flight(last, self.decoder.launch(rows, [job.sampler for job in last]))
         for job in jobs:
             self._name_page(job)
             self._advance(job.sequence, 1)
-        self._land(flight, followed=alone and len(last) == len(jobs))
+        self._land(flight)
 
-    def _land(self, flight: Flight, *, followed: bool = True) -> None:
+    def _land(self, flight: Flight) -> None:
         """Hand out a launched step's tokens, while the device computes the next one if it may."""
         if flight.ahead:
             note_ahead(self.scheduler)
-        if followed and self.decoder.overlaps:
+        if self.decoder.overlaps:
             live = [(row, job) for row, job in enumerate(flight.jobs) if self._lives(job)]
             self._flight = launch_ahead(live, self.scheduler, self.decoder)
         for job, token_id in zip(flight.jobs, flight.launched.tokens(), strict=True):

@@ -79,7 +79,7 @@ def _plan_ahead(sequences: Ordered[Sequence], scheduler: Scheduler) -> Ordered[S
     arena, size = scheduler.arena, scheduler.sizes.page_size
     going = [s for s in sequences if s.num_generated + 1 < s.max_new]
     if len(sequences) < len(scheduler.running):
-        return ()
+        return ()  # somebody is at the prompt, was left out, or decodes again what it had
     full = len(scheduler.running) >= scheduler.max_requests and len(going) == len(sequences)
     if scheduler.waiting and not full:
         return ()
