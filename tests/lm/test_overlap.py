@@ -6,7 +6,7 @@ The device is a stand-in (``late.py``) that does nothing before somebody waits f
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -56,17 +56,32 @@ def params(rng: random.Random, *, masks: bool) -> SamplingParams:
 
 
 def told(inbox: Inbox) -> list[tuple]:
+    """Every token: id, finish, cached tokens and log-probability; or the error."""
     return [
         (type(item),)
         if isinstance(item, Exception)
-        else (
-            item.id,
-            item.finish,
-            item.cached_tokens,
-            item.logprobs and round(item.logprobs.logprob, 4),
-        )
+        else (item.id, item.finish, item.cached_tokens, item.logprobs and item.logprobs.logprob)
         for item in inbox.items
     ]
+
+
+def same(got: list[list[tuple]], want: list[list[tuple]], name: str) -> bool:
+    """Whether the same was told: to the bit, but that reference kernels round by their company.
+
+    Of cancelled requests only as much as both have: when a cancellation comes is nobody's promise.
+    """
+    close = 0.0 if name == COMPILED.name else 1e-3
+    for mine, theirs in zip(got, want, strict=True):
+        cancelled = (Cancelled,) in (*mine[-1:], *theirs[-1:])
+        if len(mine) != len(theirs) and not cancelled:
+            return False
+        for one, other in zip(mine, theirs, strict=False):
+            if (Cancelled,) in (one, other):
+                break
+            values = one[3] or 0.0, other[3] or 0.0
+            if one[:3] != other[:3] or abs(values[0] - values[1]) > close:
+                return False
+    return True
 
 
 def counters(runner: Engine) -> dict:
@@ -87,14 +102,19 @@ def tree(runner: Engine) -> set:
     return set(names(runner.scheduler.tree.root, ()))
 
 
+def text(rng: random.Random) -> Prompt:
+    """One of a few prompts, some the beginnings of others."""
+    return Prompt(tuple(tokens(rng.choice([20, 33, 48]), seed=rng.randrange(3))))
+
+
 def work(runner: Engine, seed: int, *, steps: int = 150, masks: bool = True) -> list:
     """Requests of every kind come and are cancelled at random; what each was told."""
     rng, inboxes = random.Random(seed), []
     arrivals = rng.choice([0.02, 0.1, 0.4])
     for _ in range(steps):
         if rng.random() < arrivals:
-            head = Prompt(tuple(tokens(rng.choice([20, 33, 48]), seed=rng.randrange(3))))
-            asked, wishes = rng.choice([head, rng.choice(PROMPTS)]), params(rng, masks=masks)
+            asked = rng.choice([text(rng), rng.choice(PROMPTS)])
+            wishes = params(rng, masks=masks)
             inboxes.append(Inbox())
             runner.add(len(inboxes), asked, wishes, inboxes[-1])
         if inboxes and rng.random() < 0.02:
@@ -117,11 +137,6 @@ def finish(runner: Engine) -> None:
     assert arena.num_available == arena.size, "nobody holds anything"
 
 
-def but_cancelled(found: list) -> list:
-    """When a cancellation comes is not the model's affair, only how much of the answer is there."""
-    return [None if own[-1] == (Cancelled,) else own for own in found]
-
-
 def late(name: str = REFERENCE.name, **limits) -> Engine:
     runner = engine(name, **limits)
     runner.decoder = LateDecode(runner.model, runner.cache)
@@ -137,7 +152,7 @@ def test_everybody_is_told_the_same(name: str, seed: int) -> None:
     limits = {"max_requests": 99, "cache_bytes": 2**22}
     plain, ahead = engine(name, **limits), late(name, **limits)
     want = work(plain, seed)
-    assert but_cancelled(work(ahead, seed)) == but_cancelled(want)
+    assert same(work(ahead, seed), want, name)
     assert ahead.decoder.ahead
     assert tree(ahead) == tree(plain)
 
@@ -161,7 +176,8 @@ def test_where_nobody_comes_every_step_is_the_same(name: str, seed: int) -> None
             runner.step()
             runner.scheduler.check_integrity()
         want, got = ([told(inbox) for inbox in own] for own in inboxes)
-        assert got == want
+        assert same(got, want, name)
+        assert list(map(len, got)) == list(map(len, want))
         assert tree(ahead) == tree(plain)
     assert not ahead.jobs
     assert ahead.decoder.ahead > 10
@@ -181,23 +197,29 @@ def test_copies_and_results_may_come_as_late_as_a_stream_allows(monkeypatch, see
     assert sum(ahead for _, ahead in launches) > 10
     assert stream.given > 3 * len(launches)
     monkeypatch.undo()
-    assert but_cancelled(got) == but_cancelled(work(engine(), seed))
+    assert same(got, work(engine(), seed), REFERENCE.name)
 
 
 @NAMES
-@pytest.mark.parametrize("units", [14, 20, 30])
+@pytest.mark.parametrize("units", [16, 18, 20])
 def test_those_who_give_way_and_what_is_lost_change_nothing(name: str, units: int) -> None:
     """A cache for a few requests; some wait, some give way, prefixes go."""
-    unit = engine().scheduler.sizes.unit_bytes
-    limits = {"cache_bytes": units * unit, "max_requests": 3}
-    ahead = late(name, **limits)
-    got = work(ahead, units, steps=80)
-    assert but_cancelled(got) == but_cancelled(
-        work(engine(name, cache_bytes=2**22), units, steps=80)
-    )
+    size = engine().scheduler.sizes.unit_bytes
+    ahead = late(name, cache_bytes=units * size, max_requests=3)
+    roomy = engine(name, cache_bytes=2**22)
+    found = []
+    for runner in (ahead, roomy):
+        rng, inboxes = random.Random(units), [Inbox() for _ in range(12)]
+        for number, inbox in enumerate(inboxes):
+            wishes = replace(params(rng, masks=number % 4 == 0), max_tokens=rng.randrange(30, 90))
+            runner.add(number, text(rng), wishes, inbox)
+        finish(runner)
+        found.append([[(one[0], one[1], 0, one[3]) for one in told(inbox)] for inbox in inboxes])
+    assert same(*found, name)
     assert ahead.decoder.ahead
     stats = ahead.stats()
-    assert stats.preemptions or stats.evictions
+    assert stats.preemptions
+    assert stats.evictions
 
 
 # ------------------------------------------------------------------ when a step is launched ahead
@@ -278,8 +300,8 @@ def test_a_known_answer_is_scored_ahead() -> None:
         runner.add_forced(0, PROMPTS[2], answer, inbox)
         finish(runner)
         assert inbox.ids == answer
-        found.append(told(inbox))
-    assert found[0] == found[1]
+        found.append([told(inbox)])
+    assert same(*found, REFERENCE.name)
     assert runner.decoder.ahead == 7
 
 
