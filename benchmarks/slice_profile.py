@@ -7,11 +7,11 @@
 The engine is that of ``k3vl bench slice``, on the same random weights; nothing is compared. First
 steps are timed as they are: what the host does before the model is replayed, while it runs and
 behind it, and the model's own time between events. Where steps are launched ahead, the model that
-is launched is the next step's, and the tokens that are waited for are the last one's. Then a few more are traced. A step of the trace
-ends with the copy that brings its tokens back. Of every kernel and grid: launches a step,
-microseconds, share of the step, and the time in which nothing ran before it (``gap``). Tracing
-makes gaps longer than they are; kernels are what they are. The file has every launch of a step in
-order.
+is launched is the next step's, and the tokens that are waited for are the last one's. Then a few
+more are traced. A step of the trace ends with the copy that brings its tokens back. Of every kernel
+and grid: launches a step, microseconds, share of the step, and the time in which nothing ran before
+it (``gap``). Tracing makes gaps longer than they are; kernels are what they are. The file has every
+launch of a step in order.
 """
 
 from __future__ import annotations

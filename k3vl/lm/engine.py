@@ -313,9 +313,12 @@ class Engine:
         return EngineStats.of(self.scheduler, self.times, self.tier)
 
     def step(self) -> bool:
-        """Run one step; False when there is nothing to do.
+        """Run one step, or hand out the tokens of one that was launched ahead (``overlap.py``).
 
         One in which nothing can be done but encode waits until something has been.
+
+        Returns:
+            False when there is nothing to do.
         """
         busy = bool(self.jobs)
         flight, self._flight = self._flight, None
@@ -332,16 +335,22 @@ class Engine:
             self.encoding.start([(feature, items[feature]) for feature in step.encode])
         with self.times.stage("wait"):
             self._take_features(wait=bool(self.jobs) and not step.tokens)
-        live = [(self.jobs[s.id], n) for s, n in step.tokens if s.id in self.jobs]
-        decoding = [job for job, _ in live if job.sequence.is_decoding]
-        prefilling = [(job, n) for job, n in live if not job.sequence.is_decoding]
+        decoding: list[Job] = []
+        prefilling: list[tuple[Job, int]] = []
+        for sequence, count in step.tokens:
+            if (job := self.jobs.get(sequence.id)) is None:
+                continue
+            if sequence.is_decoding:
+                decoding.append(job)
+            else:
+                prefilling.append((job, sequence.num_cached + count))
         with self.times.stage("decode"):
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
             for first in range(0, len(decoding), each):
                 self._decode(decoding[first : first + each])
         with self.times.stage("prefill"):
-            self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
+            self._prefill(prefilling)
         return busy
 
     def wake(self) -> None:
@@ -391,8 +400,11 @@ class Engine:
         last = [job for job, row in zip(jobs, rows, strict=True) if row.wants_logits]
         flight = Flight(last, self.decoder.launch(rows, [job.sampler for job in last]))
         for job in jobs:
-            self._name_page(job)
-            self._advance(job.sequence, 1)
+            if (job.sequence.num_cached + 1) % self.config.page_size:
+                job.sequence.num_cached += 1
+            else:
+                self._name_page(job)
+                self._advance(job.sequence, 1)
         self._land(flight)
 
     def _land(self, flight: Flight) -> None:

@@ -49,9 +49,9 @@ def check_sampling(params: SamplingParams) -> None:
 # ------------------------------------------------------------------ what a request wants
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ask:
-    """What one request wants of its next token.
+    """What one request wants of its next token; not frozen, for that would double its cost.
 
     Attributes:
         temperature: 0 is greedy.
@@ -135,12 +135,18 @@ class Sampler:
 
     def ask(self) -> Ask:
         """See :class:`Chooser`; draws, and computes the mask."""
-        ask = self._ask
-        if ask.temperature > 0:
+        ask, params = self._ask, self.params
+        if params.temperature > 0:
             if not self._draws:
                 draws = torch.rand(DRAWS, generator=self._generator, dtype=torch.float64)
                 self._draws = draws.tolist()[::-1]
-            ask = replace(ask, uniform=self._draws.pop())
+            ask = Ask(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                uniform=self._draws.pop(),
+                num_top=params.logprobs,
+            )
         if self.params.logit_mask is not None:
             ask = replace(ask, bits=self.params.logit_mask.allowed())
         return ask

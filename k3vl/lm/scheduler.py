@@ -148,6 +148,11 @@ class Scheduler:
         for sequence in sorted(self.running, key=self._urgency):
             if sequence.slot is None:
                 continue  # it has just given way
+            room = len(sequence.pages) * self._page - sequence.num_cached
+            if budget and room > 0 and sequence.is_decoding:  # as below, without its calls
+                chosen.append((sequence, 1))
+                budget -= 1
+                continue
             tokens, waits = self._equip(sequence, self._share(sequence, budget))
             if tokens and waits and sequence.id not in self._awaited:
                 early.append((sequence, tokens))

@@ -12,8 +12,8 @@ from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.prefix import page_keys
 from k3vl.lm.sampler import choose
 from k3vl.types import MediaSpan, Prompt, SamplingParams
-from tests.lm.test_engine import STOP, FakeEncoder, Inbox, picture
 from tests.lm.late import LateDecode
+from tests.lm.test_engine import STOP, FakeEncoder, Inbox, picture
 from tests.tiny import COMPILED, REFERENCE, TINY, tiny_model, tokens
 
 PAGE = 16
