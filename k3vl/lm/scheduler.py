@@ -359,11 +359,10 @@ class Scheduler:
         """
         begin = sequence.num_cached
         if tokens and sequence.is_decoding:
-            if begin < len(sequence.pages) * self._page:
-                return tokens, False
-            if not self._make_room(sequence, 1):
-                return 0, False
-            sequence.pages += self.arena.take(1, "page")
+            if begin >= len(sequence.pages) * self._page:
+                if not self._make_room(sequence, 1):
+                    return 0, False
+                sequence.pages += self.arena.take(1, "page")
             return tokens, False
         end, waits = begin + tokens, False
         for index in sequence.overlapping(begin, end):

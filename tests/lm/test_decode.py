@@ -4,6 +4,7 @@ for. Graphs need a device; what surrounds them runs here, with steps that are do
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from k3vl.kernels.recording import EagerRunner
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.decode import DirectDecode, StaticDecode, decoder, padded_size
+from k3vl.lm.decode_inputs import StepInputs
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.model import K3Model
 from k3vl.lm.sampler import Sampler
@@ -172,6 +174,54 @@ def test_a_longer_context_does_not_outlive_its_step() -> None:
         got = static.launch([row], [Sampler(SamplingParams())]).tokens()
         cache.units.copy_(start)
         assert got == DirectDecode(model, cache).launch([row], [Sampler(SamplingParams())]).tokens()
+
+
+def test_what_the_device_has_already_is_right_without_being_sent_again() -> None:
+    """Rows that come, go, change places, grow and stay, against a step that is all new."""
+    model = tiny_model()
+    cache, rng = small_cache(model), random.Random(0)
+    kept, sent = StepInputs(model, cache, 8), Counter()
+
+    def fresh_row() -> Row:
+        length = rng.randrange(60)
+        units = rng.sample(range(cache.sizes.num_units), cache.sizes.units_per_slot + 9)
+        slot, pages = units[9:], units[: length // 16 + 1]
+        return Row(token_ids=[rng.randrange(97)], context_len=length, slot=slot, pages=pages)
+
+    def advance(row: Row) -> None:
+        row.context_len += 1
+        if row.context_len == len(row.pages) * 16:
+            row.pages.append(rng.randrange(cache.sizes.num_units))
+
+    send = kept._staged.send
+    kept._staged.send = lambda turn, begin, end: (
+        sent.update([end - begin]),
+        send(turn, begin, end),
+    )
+    rows = [fresh_row() for _ in range(5)]
+    for step in range(300):
+        for row in rows:
+            advance(row)
+        change = rng.random()
+        if change < 0.1 and len(rows) < 8:
+            rows.insert(rng.randrange(len(rows) + 1), fresh_row())
+        elif change < 0.2 and len(rows) > 1:
+            rows.pop(rng.randrange(len(rows)))
+        elif change < 0.25:
+            rng.shuffle(rows)
+        elif change < 0.3:  # they run elsewhere for a while
+            for row in rows * rng.randrange(40):
+                advance(row)
+        kept.fill(rows, step % 2)
+        new = StepInputs(model, cache, 8)
+        new.fill(rows, 0)
+        mine, theirs = kept.batch(), new.batch()
+        for name in ("token_ids", "cells", "cache_rows", "decode_lens"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        for at, row in enumerate(rows):
+            used = row.context_len // 16 + 1
+            assert torch.equal(mine.decode_rows[at, :used], theirs.decode_rows[at, :used])
+    assert sent[3 * 8] > 100, "often nothing but lengths, places and tokens"
 
 
 def test_sizes_of_steps() -> None:
