@@ -313,12 +313,9 @@ class Engine:
         return EngineStats.of(self.scheduler, self.times, self.tier)
 
     def step(self) -> bool:
-        """Run one step, or hand out the tokens of one that was launched ahead (``overlap.py``).
+        """Run one step, or end one that was launched ahead (``overlap.py``); False: nothing to do.
 
         One in which nothing can be done but encode waits until something has been.
-
-        Returns:
-            False when there is nothing to do.
         """
         busy = bool(self.jobs)
         flight, self._flight = self._flight, None
@@ -335,8 +332,7 @@ class Engine:
             self.encoding.start([(feature, items[feature]) for feature in step.encode])
         with self.times.stage("wait"):
             self._take_features(wait=bool(self.jobs) and not step.tokens)
-        decoding: list[Job] = []
-        prefilling: list[tuple[Job, int]] = []
+        decoding, prefilling = list[Job](), list[tuple[Job, int]]()
         for sequence, count in step.tokens:
             if (job := self.jobs.get(sequence.id)) is None:
                 continue
@@ -348,7 +344,11 @@ class Engine:
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
             for first in range(0, len(decoding), each):
-                self._decode(decoding[first : first + each])
+                flight = self._decode(decoding[first : first + each])
+                if self.decoder.overlaps and prefilling and not apart:
+                    self._flight = flight  # its tokens are awaited when the prompts are under way
+                else:
+                    self._land(flight)
         with self.times.stage("prefill"):
             self._prefill(prefilling)
         return busy
@@ -394,8 +394,8 @@ class Engine:
         self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds
 
-    def _decode(self, jobs: list[Job]) -> None:
-        """One token of every request, in one pass."""
+    def _decode(self, jobs: list[Job]) -> Flight:
+        """Launch one token of every request, in one pass."""
         rows = decode_rows_of(jobs)
         last = [job for job, row in zip(jobs, rows, strict=True) if row.wants_logits]
         flight = Flight(last, self.decoder.launch(rows, [job.sampler for job in last]))
@@ -405,7 +405,7 @@ class Engine:
             else:
                 self._name_page(job)
                 self._advance(job.sequence, 1)
-        self._land(flight)
+        return flight
 
     def _land(self, flight: Flight) -> None:
         """Hand out a launched step's tokens, while the device computes the next one if it may."""
@@ -445,6 +445,9 @@ class Engine:
         scored = targets is not None and begin + parts[0][1] > targets.first
         last = [job for (job, _), row in zip(parts, rows, strict=True) if row.wants_logits]
         logits = self._forward(rows, every_row=scored)
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
         for job, count in parts:
             self._advance(job.sequence, count)
         if scored:

@@ -10,6 +10,9 @@ that is its own. Both are given back when the end is known, as ever: the step ma
 but whatever the next owner does to them waits in the same stream behind it. No state is kept, and
 no page handed to the prefix tree, by such a step.
 
+Beside prompts the next step is not launched ahead, but the tokens are waited for and handed out
+when the first pass over the prompts has been launched.
+
 So a step is launched ahead only where nothing but decoding is to be done, for the same requests or
 fewer, and nothing about it would be different if somebody had ended: nobody could have entered,
 gives way, or loses what is kept for others, and no request chooses by the tokens before. Everywhere

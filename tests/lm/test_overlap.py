@@ -292,6 +292,24 @@ def test_tokens_are_handed_out_while_the_next_step_runs() -> None:
     assert seen == [0, 2, 3, 4, 5, 5], "steps launched by the time of every token"
 
 
+def test_tokens_are_handed_out_while_a_prompt_runs() -> None:
+    """Its first pass is launched before, its first token is told behind them."""
+    runner, seen = engine(prefill_chunk=16), []
+    runner.decoder = StaticDecode(runner.model, runner.cache, CountingRunner())
+    forward = runner._forward
+    runner._forward = lambda *args, **how: (seen.append("pass"), forward(*args, **how))[1]
+    runner.add(0, PROMPTS[0], SamplingParams(max_tokens=30), lambda token: seen.append("old"))
+    while "old" not in seen:
+        runner.step()
+    runner.step()
+    runner.add(1, PROMPTS[1], SamplingParams(max_tokens=30), lambda token: seen.append("new"))
+    runner.step()
+    seen.clear()
+    for _ in range(4):
+        runner.step()
+    assert seen == ["pass", "old", "pass", "old", "new", "old", "new", "old", "new"]
+
+
 def test_a_known_answer_is_scored_ahead() -> None:
     answer = tokens(9, seed=4)
     found = []
