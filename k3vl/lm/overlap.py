@@ -13,10 +13,9 @@ no page handed to the prefix tree, by such a step.
 Beside prompts the next step is not launched ahead, but the tokens are waited for and handed out
 when the first pass over the prompts has been launched.
 
-So a step is launched ahead only where nothing but decoding is to be done, for the same requests or
-fewer, and nothing about it would be different if somebody had ended: nobody could have entered,
-gives way, or loses what is kept for others, and no request chooses by the tokens before. Everywhere
-else the order is the plain one: launch, wait, hand out, plan.
+So a step is launched ahead only where nothing but decoding is to be done, nobody is known to end or
+could enter, gives way, or loses what is kept for others, and no request chooses by the tokens
+before. Everywhere else the order is the plain one: launch, wait, hand out, plan.
 """
 
 from __future__ import annotations
@@ -59,42 +58,38 @@ def launch_ahead(
     Returns:
         The step; None where the last one's tokens must be known first.
     """
-    if not all(job.sampler.asks_ahead for _, job in live):
+    sequences = [job.sequence for _, job in live]
+    if not all(job.sampler.asks_ahead for _, job in live) or not _plan_ahead(sequences, scheduler):
         return None
-    going = _plan_ahead([job.sequence for _, job in live], scheduler)
-    if not going:
-        return None
-    stay = set(going)
-    live = [(row, job) for row, job in live if job.sequence in stay]
     jobs = [job for _, job in live]
     launched = decoder.launch(
         decode_rows_of(jobs, known=False),
         [job.sampler for job in jobs],
         sources=[row for row, _ in live],
     )
-    for sequence in going:
+    for sequence in sequences:
         sequence.num_cached += 1  # what ``Scheduler.advance`` does where no page is handed over
     return Flight(jobs, launched, ahead=True)
 
 
-def _plan_ahead(sequences: Ordered[Sequence], scheduler: Scheduler) -> Ordered[Sequence]:
-    """Those whose next token can be computed now, with the pages for it; none if it cannot."""
-    arena, size = scheduler.arena, scheduler.sizes.page_size
-    going = [s for s in sequences if s.num_generated + 1 < s.max_new]
-    if len(sequences) < len(scheduler.running):
-        return ()  # somebody is at the prompt, was left out, or decodes again what it had
-    full = len(scheduler.running) >= scheduler.max_requests and len(going) == len(sequences)
-    if scheduler.waiting and not full:
-        return ()
+def _plan_ahead(sequences: Ordered[Sequence], scheduler: Scheduler) -> bool:
+    """Get the pages for everybody's next token, if that can be computed now."""
+    arena, size, running = scheduler.arena, scheduler.sizes.page_size, len(scheduler.running)
+    if len(sequences) < running:
+        return False  # somebody is at the prompt, was left out, or decodes again what it had
+    if scheduler.waiting and running < scheduler.max_requests:
+        return False
+    if any(s.num_generated + 1 >= s.max_new for s in sequences):
+        return False  # it ends with the token that is on its way, and others may take its place
     named = scheduler.reuse and scheduler.keep_decoded
-    if named and any(not (s.num_cached + 1) % size for s in going):
-        return ()  # the key of the page that this completes is made of its tokens
-    needy = [s for s in going if s.num_cached == len(s.pages) * size]
+    if named and any(not (s.num_cached + 1) % size for s in sequences):
+        return False  # the key of the page that this completes is made of its tokens
+    needy = [s for s in sequences if s.num_cached == len(s.pages) * size]
     if len(needy) > arena.num_free:
-        return ()
+        return False
     for sequence in needy:
         sequence.pages += arena.take(1, "page")
-    return going
+    return True
 
 
 def note_ahead(scheduler: Scheduler) -> None:

@@ -242,10 +242,15 @@ def test_every_step_behind_the_first_is_launched_ahead() -> None:
 
 
 def test_an_end_by_length_is_known_before() -> None:
+    """Its place may be taken by then, so the step behind it is not launched ahead."""
     wishes = [SamplingParams(max_tokens=count) for count in (4, 8, 6)]
     launches, answers = launched(*wishes)
     assert [len(ids) for ids in answers] == [4, 8, 6]
-    assert launches == [(3, False), *[(3, True)] * 2, *[(2, True)] * 2, *[(1, True)] * 2]
+    assert launches == [
+        *[(3, False), (3, True), (3, True)],
+        *[(2, False), (2, True)],
+        *[(1, False), (1, True)],
+    ]
 
 
 def test_an_end_that_was_not_known_costs_one_row() -> None:
