@@ -325,7 +325,7 @@ def _prefill(engine: Engine, tokens: int, options: SliceOptions) -> tuple[float,
 
 
 def _decode(engine: Engine, batch: int, options: SliceOptions) -> tuple[float, ...]:
-    """Every step's time, with all requests in it: from one step's tokens to the next one's."""
+    """Every step's time, with all requests in it: from tokens to tokens, as a client sees them."""
     received: list[Token] = []
     steps = options.repeat + _WARM_UP
     most = _most_new(batch, options)
@@ -333,17 +333,15 @@ def _decode(engine: Engine, batch: int, options: SliceOptions) -> tuple[float, .
         _add(engine, request, options.context, options, max_tokens=most, received=received)
     while any(not job.sequence.num_generated for job in engine.jobs.values()):
         engine.step()
-    spans, begin = [], _now(engine)
+    ends = [_now(engine)]
     for _ in range(steps):
         before = len(received)
-        engine.step()
-        end = time.perf_counter()  # the device may be at the next step already
-        spans.append(end - begin)
-        begin = end
+        engine.step()  # which waits for its tokens; the device may be at the next step by then
+        ends.append(time.perf_counter())
         assert len(received) - before == batch, "every request gets a token in every step"
     for request in range(batch):
         engine.cancel(request)
-    return tuple(spans[_WARM_UP:])
+    return tuple(end - begin for begin, end in pairwise(ends))[_WARM_UP:]
 
 
 def _most_new(batch: int, options: SliceOptions) -> int:

@@ -20,6 +20,7 @@ from k3vl.kernels.linear import linear
 from k3vl.kernels.mla import (
     mla_absorb,
     mla_decode,
+    mla_gate,
     mla_prefill,
     mla_prefill_latent,
     mla_store,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import AbsorbOp, DecodeOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.mla.layer import AbsorbOp, DecodeOp, GateOp, MLALayerOp, StoreOp, ValuesOp
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, FrontOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -108,6 +109,7 @@ def composed_kernels(
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     mla_store: StoreOp,
     mla_values: ValuesOp,
+    mla_gate: GateOp,
     attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
     moe_front: FrontOp,
     route: RouteOp,
@@ -144,6 +146,7 @@ def composed_kernels(
                 mla_prefill_latent=mla_prefill_latent,
                 mla_store=mla_store,
                 mla_values=mla_values,
+                mla_gate=mla_gate,
             ),
         ),
         latent_moe=latent_moe(moe_experts),
@@ -166,6 +169,7 @@ def reference_kernels(reason: str) -> Kernels:
         mla_prefill_latent=mla_prefill_latent,
         mla_store=mla_store,
         mla_values=mla_values,
+        mla_gate=mla_gate,
         attn_residual=attn_residual,
         moe_front=moe_front,
         route=route,
@@ -213,6 +217,7 @@ def triton_kernels(reason: str) -> Kernels:
     from k3vl.kernels.mla.gpu import (
         mla_absorb,
         mla_decode,
+        mla_gate,
         mla_prefill,
         mla_prefill_latent,
         mla_store,
@@ -238,6 +243,7 @@ def triton_kernels(reason: str) -> Kernels:
         mla_prefill_latent=mla_prefill_latent,
         mla_store=mla_store,
         mla_values=mla_values,
+        mla_gate=mla_gate,
         attn_residual=attn_residual,
         moe_front=moe_front_gpu,
         route=route_gpu,

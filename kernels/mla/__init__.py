@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.mla.reference import (
+    gated,
     mla_absorb_reference,
     mla_decode_reference,
     mla_prefill_latent_reference,
@@ -90,6 +91,33 @@ def check_absorb(q: torch.Tensor, keys: torch.Tensor) -> None:
     """
     if q.dim() != 3 or keys.dim() != 3 or q.shape[1] != keys.shape[0] or q.shape[2] < keys.shape[1]:
         raise ShapeError(f"mla_absorb: q {tuple(q.shape)}, keys {tuple(keys.shape)}")
+
+
+def mla_gate(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """Multiply mixtures of values by the sigmoid of their gates, as :func:`mla_values` does.
+
+    Args:
+        x: [N, H V].
+        gate: [N, H V] logits; None for no gate.
+
+    Returns:
+        [N, H V] in the dtype of ``x``.
+
+    Raises:
+        ShapeError: the shapes disagree.
+    """
+    check_gate(x, gate)
+    return gated(x, gate)
+
+
+def check_gate(x: torch.Tensor, gate: torch.Tensor | None) -> None:
+    """Refuse what does not belong together; for every implementation of the op.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    if gate is not None and gate.shape != x.shape:
+        raise ShapeError(f"mla_gate: x {tuple(x.shape)}, gate {tuple(gate.shape)}")
 
 
 def mla_decode(

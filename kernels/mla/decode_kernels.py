@@ -1,7 +1,7 @@
 """Absorbed MLA decode over paged latents as Triton kernels.
 
 Queries for latents; new latents into the cache; parts of the context; their sum; mixtures of
-values, gated.
+values, gated; gates alone.
 """
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -226,6 +226,22 @@ def mla_store_kernel(
     p_row = latents + row * s_latents
     tl.store(p_row + o_r, x.to(latents.dtype.element_ty), mask=o_r < R)
     tl.store(p_row + R + o_p, tail.to(latents.dtype.element_ty), mask=o_p < P)
+
+
+@triton.jit
+def mla_gate_kernel(
+    x, gate, out, s_x, s_gate, WIDTH, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """BLOCK channels of a row times the sigmoid of their gates."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    i_n = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o_d < WIDTH
+    wide = tl.load(x + i_n * s_x + o_d, mask=inside, other=0.0).to(tl.float32)
+    logits = tl.load(gate + i_n * s_gate + o_d, mask=inside, other=0.0).to(tl.float32)
+    y = wide * tl.sigmoid(logits)
+    tl.store(out + i_n * WIDTH + o_d, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -12,10 +12,11 @@ import triton
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla import check_absorb, check_store, check_values
+from k3vl.kernels.mla import check_absorb, check_gate, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
     mla_absorb_kernel,
     mla_decode_kernel,
+    mla_gate_kernel,
     mla_merge_kernel,
     mla_store_kernel,
     mla_values_kernel,
@@ -269,6 +270,23 @@ def mla_store(
             num_warps=1 if latent <= 512 else 4,
             launch_pdl=early,
         )
+
+
+def mla_gate(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """See :func:`k3vl.kernels.mla.mla_gate`; plain PyTorch takes six launches in 16 bits."""
+    check_gate(x, gate)
+    if gate is None:
+        return x
+    if x.stride(1) != 1 or gate.stride(1) != 1:
+        raise ShapeError("mla_gate: rows must be contiguous")
+    (rows, width), early = x.shape, begins_early(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        mla_gate_kernel[(rows, triton.cdiv(width, 2048))](
+            x, gate, out, x.stride(0), gate.stride(0), width, BLOCK=2048, PDL=early,
+            num_warps=8, launch_pdl=early,
+        )  # fmt: skip
+    return out
 
 
 def mla_values(

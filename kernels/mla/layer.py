@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.mla.reference import gated, mla_absorb_reference, mla_values_reference
+from k3vl.kernels.mla.reference import mla_absorb_reference, mla_values_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +47,10 @@ StoreOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], 
 """See :func:`k3vl.kernels.mla.mla_store`."""
 ValuesOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
 """See :func:`k3vl.kernels.mla.mla_values`."""
+
+
+GateOp: TypeAlias = "Callable[[Tensor, Tensor | None], Tensor]"
+"""See :func:`k3vl.kernels.mla.mla_gate`."""
 
 
 class MLAOp(Protocol):
@@ -229,6 +233,7 @@ class ComposedMLA:
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
     mla_store: StoreOp
     mla_values: ValuesOp
+    mla_gate: GateOp
 
     def store(
         self,
@@ -275,13 +280,13 @@ class ComposedMLA:
         if q.shape[0] * (2 * latent + shared - q.shape[-1] - expanding + nope) < latent * expanding:
             absorbed = mla_absorb_reference(q, kv_b[:, :nope])
             mixed = self.mla_prefill_latent(absorbed, context, latent, scale)
-            return mla_values_reference(mixed, kv_b[:, nope:], gate)
+            return self.mla_gate(mla_values_reference(mixed, kv_b[:, nope:], None), gate)
         c, k_shared = context.split([latent, shared], dim=-1)
         expanded = (c @ kv_b.flatten(0, 1).mT).unflatten(-1, (heads, -1))
         k, v = expanded.split([nope, expanding - nope], dim=-1)
         common = k_shared.unsqueeze(1).expand(-1, heads, -1)
         out = self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
-        return gated(out.flatten(1), gate)
+        return self.mla_gate(out.flatten(1), gate)
 
 
 def check_shapes(

@@ -12,7 +12,7 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import after_all, begins_early
 from k3vl.kernels.gated_mlp import glu_linear
 from k3vl.kernels.linear.gpu import RowShape, front_gpu, glu_linear_gpu, linear_gpu, row_linear
-from k3vl.kernels.mla.gpu import mla_absorb
+from k3vl.kernels.mla.gpu import mla_absorb, mla_gate
 from k3vl.kernels.mla.reference import mla_absorb_reference
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm.gpu import rms_norm_gpu
@@ -99,6 +99,15 @@ def check_absorb(dtype: torch.dtype) -> None:
         close(f"absorb {batch}", mla_absorb(q, keys), want, dtype)
 
 
+def check_gate(dtype: torch.dtype) -> None:
+    for rows, width in ((1, 24), (5, 3000)):
+        x, gate = normal(rows, width, dtype=dtype), normal(rows, 3 * width, dtype=dtype)
+        gate = gate[:, width : 2 * width] * 9
+        want = x.double() * gate.double().sigmoid()
+        close(f"gate {rows} x {width}", mla_gate(x, gate), want, dtype)
+    assert mla_gate(x, None) is x
+
+
 def check_chains() -> None:
     """Launches that begin early find what those before them wrote; recorded, too."""
     sides = [normal(512, 512, dtype=torch.bfloat16) / 4 for _ in range(4)]
@@ -124,7 +133,7 @@ def check_chains() -> None:
 def main() -> None:
     torch.manual_seed(1)
     for dtype in DTYPES:
-        for check in (check_products, check_more_rows, check_norms, check_absorb):
+        for check in (check_products, check_more_rows, check_norms, check_absorb, check_gate):
             check(dtype)
             sys.stdout.write(f"{check.__name__} {dtype}\n")
     if ON_GPU:
