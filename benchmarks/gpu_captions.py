@@ -16,9 +16,9 @@ Nothing is kept from one picture or round for another (``reuse`` is off). Each h
 own, which sleeps while another is measured. A first round, in which kernels are compiled and graphs
 recorded, is told apart.
 
-``equality``: held-out questions about pictures, greedy, token by token: alone, in company, and
-asked twice of an engine that keeps states; in float32 and bfloat16 on the GPU, in float32 on the
-CPU.
+``equality``: held-out questions about pictures, greedy, token by token: all in company; of three
+one alone, in company with every request decoded by itself, and asked twice of an engine that keeps
+states; in float32 and bfloat16 on the GPU, in float32 on the CPU.
 
 ``profile``: a second in the middle of captioning: how much of it the device is busy and with what,
 and what the engine's thread does.
@@ -40,6 +40,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -271,6 +272,39 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 # ------------------------------------------------------------------ equality
 
 
+COMPANY = f"{IN_COMPANY} in flight"
+_ONE_BY_ONE = 3
+"""Of so many questions one is asked alone: alone every step is bound by its launches."""
+_AT_ONCE = 4
+"""Engines that answer at a time; nothing is measured here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an engine is asked.
+
+    Attributes:
+        engine: its fields.
+        in_flight: questions at once.
+        passes: over all of them; the last one counts.
+        every: which of the questions.
+    """
+
+    engine: dict[str, Any]
+    in_flight: int = IN_COMPANY
+    passes: int = 1
+    every: int = _ONE_BY_ONE
+
+
+_SEVERAL = {"reuse": False, "max_requests": IN_COMPANY}
+WAYS = {
+    COMPANY: Way(engine=_SEVERAL, every=1),
+    "alone": Way(engine={"reuse": False, "exact_decode": True}, in_flight=1),
+    f"{COMPANY}, exact_decode": Way(engine={**_SEVERAL, "exact_decode": True}),
+    "warm": Way(engine={"reuse": True}, in_flight=1, passes=2),
+}
+
+
 def equality(options: Options, paths: list[Path], keep: Keep) -> None:
     """Answers of engines that differ in device, dtype, company or what they keep."""
     said: dict[str, Any] = {}
@@ -278,41 +312,54 @@ def equality(options: Options, paths: list[Path], keep: Keep) -> None:
     compared: dict[str, Any] = {}
     kinds = {f"GPU {dtype}": (options.device, dtype) for dtype in options.dtypes}
     kinds["CPU float32"] = ("cpu", "float32")
-    company = {"reuse": False, "max_requests": IN_COMPANY}
-    ways: dict[str, tuple[dict[str, Any], int, int]] = {
-        "alone": ({"reuse": False, "exact_decode": True}, 1, 1),
-        f"{IN_COMPANY} in flight": (company, IN_COMPANY, 1),
-        f"{IN_COMPANY} in flight, exact_decode": ({**company, "exact_decode": True}, IN_COMPANY, 1),
-        "warm": ({"reuse": True}, 1, 2),
-    }
-    pairs = [
-        (f"{kind}, alone", f"{kind}, {way}") for kind in kinds for way in ways if way != "alone"
+    pairs = [(f"{kind}, alone", f"{kind}, {way}") for kind in kinds for way in WAYS]
+    pairs = [(a, b) for a, b in pairs if a != b]
+    pairs += [
+        (f"CPU float32, {way}", f"{kind}, {way}")
+        for kind in kinds
+        for way in (COMPANY, "alone")
+        if kind != "CPU float32"
     ]
-    pairs += [("CPU float32, alone", f"{kind}, alone") for kind in kinds if kind != "CPU float32"]
     tokenizer = load_tokenizer(checkpoint_path("demo"))
 
     def text_of(ids: Any) -> str:
         return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
-    for kind, (device, dtype) in kinds.items():
-        for way, (engine, in_flight, passes) in ways.items():
-            name, begin = f"{kind}, {way}", time.perf_counter()
-            setting = Setting(device=device, dtype=dtype, engine=engine)
+    def ask(kind: str, way: Way) -> tuple[Any, float]:
+        begin, (device, dtype) = time.perf_counter(), kinds[kind]
+        setting = Setting(device=device, dtype=dtype, engine=way.engine)
+        with Subject(Ours, setting, seconds=options.seconds) as subject:
+            call = options.items, way.in_flight, way.passes, way.every
+            return subject.call("answers", *call)[-1], time.perf_counter() - begin
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        # What tells most comes first, of every kind.
+        runs = {
+            pool.submit(ask, kind, way): f"{kind}, {name}"
+            for name, way in WAYS.items()
+            for kind in kinds
+        }
+        for run in as_completed(runs):
+            name = runs[run]
             try:
-                with Subject(Ours, setting, seconds=options.seconds) as subject:
-                    found = subject.call("answers", options.items, in_flight, passes)
+                said[name], seconds = run.result()
             except Failed as exc:
                 errors[name] = str(exc)
                 print(f"{name}: {exc}", flush=True)
             else:
-                said[name] = found[-1]
-                print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+                print(f"{name}: {seconds:.0f} s", flush=True)
             for a, b in pairs:
                 pair = f"{a} = {b}"
                 if pair not in compared and a in said and b in said:
-                    compared[pair] = compare(said[a], said[b], text_of)
+                    compared[pair] = compare(*in_both(said[a], said[b]), text_of)
                     print(f"{pair}: {in_words(compared[pair])}", flush=True)
             keep({"errors": errors, "compared": compared})
+
+
+def in_both(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Answers to the questions of the one that was asked fewer, which the other was asked too."""
+    fewer = min(first, second, key=len)
+    return {key: first[key] for key in fewer}, {key: second[key] for key in fewer}
 
 
 def in_words(found: dict[str, Any]) -> str:

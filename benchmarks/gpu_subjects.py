@@ -138,9 +138,9 @@ class Ours:
             running.result()
         return found | {"engine_thread": sampler.report()}
 
-    def answers(self, count: int, in_flight: int, passes: int) -> list[dict[str, Any]]:
-        """Tokens and log-probabilities of every question, for each pass over all of them."""
-        questions = questions_about_pictures(count)
+    def answers(self, count: int, in_flight: int, passes: int, every: int) -> list[dict[str, Any]]:
+        """Tokens and log-probabilities of every such question, for each pass over all of them."""
+        questions = questions_about_pictures(count)[::every]
         asked, backend = LocalAsked(self.pipeline), self.pipeline.backend
         found = []
         for _ in range(passes):

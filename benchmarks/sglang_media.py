@@ -1,14 +1,17 @@
 """SGLang alone beside SGLang with the plugin: do they answer, and how many requests a second.
 
     python benchmarks/sglang_media.py --model DIR [--output r.json] [--parity] [--size 896x672] \
-        [--clients 8] [--requests 64] [--rounds 3] -- --mem-fraction-static 0.4 [more of SGLang's]
+        [--clients 8] [--requests 96] [--rounds 8] -- --mem-fraction-static 0.4 [more of SGLang's]
 
-Both are started at once from one command line, on one machine; then each is asked for its first
-answers: a picture, a clip where the plugin is. These, and a first round that does not count,
-compile what later rounds run; the second server finds much of it compiled, and tuned, by the first.
-Then every request has a picture (or clip) of its own, so no cache answers, and asks for one token,
-so that media and prefill are what is measured. The servers take turns, round by round, and get the
-same media.
+Both are started at once from one command line, on one machine. Each is asked about one picture
+first, one server after the other: that compiles what later rounds run, and the second finds most
+of it compiled, and tuned, by the first (together they would tune side by side, each its own way).
+Their chat formats differ in length, so the one with the shorter prompt gets words before its
+picture until both count as many tokens (``padding``). Then every request has a picture of its own,
+so no cache answers, and asks for one token, so that media and prefill are what is measured. The
+servers take turns, round by round (A B, B A, ...), and get the same pictures; the first ``WARM``
+rounds do not count. Clips come last: the plugin alone has them, and what they break has been
+measured.
 
 What is known is written as it becomes known. A server that fails is told in ``errors``, and the
 other one goes on. ``seconds`` says how long each stage took.
@@ -32,6 +35,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +55,10 @@ MEASURED: Mapping[str, tuple[str, ...]] = {"image": ("plain", "plugin"), "video"
 """Who takes what: SGLang has no clips of its own."""
 ERRORS = (OSError, http.client.HTTPException)
 """Of a request."""
+WARM = 2
+"""Rounds that do not count: batches of other sizes are compiled in the first."""
+QUESTION = "What is this?"
+FILLER = "These words only make the prompt as long as the other server's. "
 
 
 class Failed(Exception):  # noqa: N818 - what it says
@@ -68,7 +76,8 @@ class Server:
         self.log = Path(f"{flags.logs}/sglang-{name}.log")
         plugins = [*flags.plugins, *(["k3vl"] if name == "plugin" else [])]
         line = [sys.executable, "-m", "sglang.launch_server", "--model-path", flags.model]
-        line += ["--port", str(port), "--reasoning-parser", "kimi_k3", *flags.sglang]
+        line += ["--port", str(port), "--reasoning-parser", "kimi_k3", "--enable-cache-report"]
+        line += flags.sglang
         if name == "plugin":
             settings = {"k3vl": {"parity": flags.parity}}
             line += ["--mm-process-config", json.dumps(settings)]
@@ -144,22 +153,28 @@ def clip(seed: int, width: int, height: int, frames: int) -> bytes:
     return buffer.getvalue()
 
 
-def body(media: bytes, kind: str, model: str) -> bytes:
-    url = f"data:application/octet-stream;base64,{base64.b64encode(media).decode()}"
-    part = {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
-    content = [part, {"type": "text", "text": "What is this?"}]
+def body(media: str, kind: str, model: str, padding: int = 0) -> bytes:
+    """A request about a medium in base64, with so many characters of filler before it."""
+    url = f"data:application/octet-stream;base64,{media}"
+    content: list[dict[str, Any]] = [{"type": f"{kind}_url", f"{kind}_url": {"url": url}}]
+    if padding:
+        filler = (FILLER * (padding // len(FILLER) + 1))[:padding]
+        content.insert(0, {"type": "text", "text": filler})
+    content.append({"type": "text", "text": QUESTION})
     request = {"model": model, "max_tokens": 1, "temperature": 0}
     return json.dumps({**request, "messages": [{"role": "user", "content": content}]}).encode()
 
 
-def ask(url: str, data: bytes) -> tuple[float, int]:
-    """Seconds, and tokens of the prompt."""
+def ask(url: str, data: bytes) -> tuple[float, int, int]:
+    """Seconds, tokens of the prompt, and how many of these were in the prefix cache."""
     request = urllib.request.Request(f"{url}/v1/chat/completions", data=data)  # noqa: S310
     request.add_header("Content-Type", "application/json")
     start = time.perf_counter()
     with urllib.request.urlopen(request, timeout=600) as response:  # noqa: S310 - our own URL
-        answer = json.load(response)
-    return time.perf_counter() - start, answer["usage"]["prompt_tokens"]
+        usage = json.load(response)["usage"]
+    seconds = time.perf_counter() - start
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return seconds, usage["prompt_tokens"], cached
 
 
 def one_round(url: str, bodies: list[bytes], clients: int) -> dict[str, Any]:
@@ -167,12 +182,13 @@ def one_round(url: str, bodies: list[bytes], clients: int) -> dict[str, Any]:
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(lambda data: ask(url, data), bodies))
     seconds = time.perf_counter() - start
-    times = sorted(took for took, _ in answers)
+    times = sorted(took for took, _, _ in answers)
     return {
         "requests_per_second": round(len(bodies) / seconds, 2),
         "median_seconds": round(statistics.median(times), 3),
         "p95_seconds": round(times[-(-95 * len(times) // 100) - 1], 3),
-        "prompt_tokens": answers[0][1],
+        "prompt_tokens": round(statistics.mean(tokens for _, tokens, _ in answers), 1),
+        "cached_tokens": round(statistics.mean(cached for _, _, cached in answers), 1),
     }
 
 
@@ -208,25 +224,31 @@ class Record:
 
 
 class Media:
-    """Requests of every round, made on threads while servers start."""
+    """Pictures and clips of every round in base64, made on threads while servers start."""
 
     def __init__(self, made: Mapping[str, Callable[[int], bytes]], flags: Any) -> None:
         self._pool = ThreadPoolExecutor(flags.media_threads)
-        self._made, self._flags = made, flags
+        self._made = made
+        self.rounds = {"image": flags.rounds, "video": flags.video_rounds}
+        requests = {"image": flags.requests, "video": flags.video_requests}
         self._first = {kind: self._submit(kind, 2**20) for kind in made}
         self._rounds = {
             (kind, number): [
-                self._submit(kind, number * flags.requests + i) for i in range(flags.requests)
+                self._submit(kind, number * requests[kind] + i) for i in range(requests[kind])
             ]
-            for number in range(flags.rounds + 1)
             for kind in made
+            for number in range(WARM + self.rounds[kind])
         }
 
-    def first(self, kind: str) -> bytes:
+    def wait(self) -> None:
+        """Until all are there: making them would take from what is measured."""
+        wait_for([future for futures in self._rounds.values() for future in futures])
+
+    def first(self, kind: str) -> str:
         """One that no round has."""
         return self._first[kind].result()
 
-    def round(self, kind: str, number: int) -> list[bytes]:
+    def round(self, kind: str, number: int) -> list[str]:
         """Those of a round."""
         return [future.result() for future in self._rounds[kind, number]]
 
@@ -234,8 +256,8 @@ class Media:
         """Make no more."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _submit(self, kind: str, seed: int) -> Future[bytes]:
-        return self._pool.submit(lambda: body(self._made[kind](seed), kind, self._flags.model))
+    def _submit(self, kind: str, seed: int) -> Future[str]:
+        return self._pool.submit(lambda: base64.b64encode(self._made[kind](seed)).decode())
 
 
 def start(flags: Any, record: Record, stack: ExitStack) -> dict[str, Server]:
@@ -259,58 +281,120 @@ def start(flags: Any, record: Record, stack: ExitStack) -> dict[str, Server]:
 
 
 def first_answers(
-    servers: Mapping[str, Server], media: Media, record: Record
-) -> set[tuple[str, str]]:
-    """Whether there are any, from whom and about what; the rest is in ``errors``."""
-    answering = set()
-    for kind, name in [(kind, name) for kind, names in MEASURED.items() for name in names]:
+    servers: Mapping[str, Server], kind: str, media: Media, flags: Any, record: Record
+) -> dict[str, int]:
+    """Tokens of the prompt, from those that answer; what the others say is in ``errors``."""
+    tokens: dict[str, int] = {}
+    for name in MEASURED[kind]:
         if name not in servers:
             continue
+        data = body(media.first(kind), kind, flags.model)
         try:
             with record.stage(f"first {kind}, {name}"):
-                seconds, tokens = ask(servers[name].url, media.first(kind))
+                seconds, tokens[name], _ = ask(servers[name].url, data)
         except ERRORS as exc:
             record.note("errors", f"{kind}, {name}", f"{exc}\n{servers[name].tail()}")
             continue
-        answering.add((kind, name))
-        row = {"server": name, "kind": kind, "prompt_tokens": tokens}
+        row = {"server": name, "kind": kind, "prompt_tokens": tokens[name]}
         record.result["answers"].append({**row, "first_seconds": round(seconds, 3)})
         record.tell(**record.result["answers"][-1])
-    return answering
+    return tokens
+
+
+def even_out(
+    servers: Mapping[str, Server], tokens: Mapping[str, int], media: Media, flags: Any, rec: Record
+) -> dict[str, int]:
+    """Characters of filler for each server, with which both count as many tokens.
+
+    The tokenizer is not known here, so the server is asked, at most five times, each time with as
+    many characters as those before say; what is left of the difference is recorded.
+    """
+    padding = dict.fromkeys(tokens, 0)
+    if len(set(tokens.values())) < 2:
+        return padding
+    short, target = min(tokens, key=lambda name: tokens[name]), max(tokens.values())
+    best, step, count = tokens[short], 1.0, target - tokens[short]
+    for _ in range(5):
+        data = body(media.first("image"), "image", flags.model, count)
+        try:
+            _, found, _ = ask(servers[short].url, data)
+        except ERRORS as exc:
+            rec.note("errors", f"image, {short}", f"{exc}\n{servers[short].tail()}")
+            break
+        if abs(found - target) <= abs(best - target):
+            padding[short], best = count, found
+        if found in (target, tokens[short]):
+            break
+        step = (found - tokens[short]) / count
+        count = max(1, count + round((target - found) / step))
+    rec.result["padding"] = {"server": short, "characters": padding[short], "prompt_tokens": best}
+    rec.tell(padding=rec.result["padding"])
+    return padding
 
 
 def measure(
-    servers: Mapping[str, Server], kind: str, media: Media, flags: Any, record: Record
+    servers: Mapping[str, Server],
+    kind: str,
+    padding: Mapping[str, int],
+    media: Media,
+    flags: Any,
+    record: Record,
 ) -> None:
     """Rounds of requests to each server in turn; who fails in one has no more."""
     rows: list[dict[str, Any]] = []
     found = record.result[kind] = {"rounds": rows}
-    names = list(servers)
-    for number in range(flags.rounds + 1 if servers else 0):
-        bodies = media.round(kind, number)
+    names = list(padding)
+    for number in range(WARM + media.rounds[kind] if padding else 0):
+        inputs = media.round(kind, number)
         for name in names if number % 2 else names[::-1]:
             if f"{kind}, {name}" in record.result["errors"]:
                 continue
-            row = {"server": name, "round": number}
+            bodies = [body(medium, kind, flags.model, padding[name]) for medium in inputs]
+            row = {"server": name, "round": number - WARM}
             try:
                 row |= one_round(servers[name].url, bodies, flags.clients)
             except ERRORS as exc:
                 record.note("errors", f"{kind}, {name}", f"{exc}\n{servers[name].tail()}")
                 continue
-            if number:
+            if number >= WARM:
                 rows.append(row)
-                found |= best_of(rows)
+                found |= summary(rows)
             record.tell(kind=kind, **row)
 
 
-def best_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everybody's best round, and the plugin's over SGLang's alone."""
-    best: dict[str, float] = {}
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each server's requests a second, and the plugin's over SGLang's alone.
+
+    ``spread`` is (largest - smallest) / median of a server's rounds. ``of_rounds`` are the smallest
+    and the largest ratio of two rounds with the same pictures, ``standard_error`` that of the mean
+    of these ratios: a difference below two of it is none.
+    """
+    speeds: dict[str, dict[int, float]] = {}
     for row in rows:
-        best[row["server"]] = max(best.get(row["server"], 0.0), row["requests_per_second"])
-    found: dict[str, Any] = {"best_requests_per_second": best}
-    if len(best) == 2:
-        found["plugin_to_plain"] = round(best["plugin"] / best["plain"], 3)
+        speeds.setdefault(row["server"], {})[row["round"]] = row["requests_per_second"]
+    best = {name: max(own.values()) for name, own in speeds.items()}
+    median = {name: statistics.median(own.values()) for name, own in speeds.items()}
+    found: dict[str, Any] = {
+        "best_requests_per_second": best,
+        "median_requests_per_second": {name: round(value, 2) for name, value in median.items()},
+        "spread": {
+            name: round((best[name] - min(own.values())) / median[name], 4)
+            for name, own in speeds.items()
+        },
+    }
+    if len(speeds) == 2:
+        plain, plugin = speeds["plain"], speeds["plugin"]
+        ratios = [plugin[number] / plain[number] for number in plain.keys() & plugin.keys()]
+        found["plugin_to_plain"] = {
+            "best": round(best["plugin"] / best["plain"], 4),
+            "median": round(median["plugin"] / median["plain"], 4),
+        }
+        if len(ratios) > 1:
+            error = statistics.stdev(ratios) / len(ratios) ** 0.5
+            found["plugin_to_plain"] |= {
+                "of_rounds": [round(min(ratios), 4), round(max(ratios), 4)],
+                "standard_error": round(error, 4),
+            }
     return found
 
 
@@ -329,8 +413,10 @@ def main() -> None:
     parser.add_argument("--size", default="896x672")
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=96, help="of a round")
+    parser.add_argument("--rounds", type=int, default=8, help=f"that count; {WARM} more do not")
+    parser.add_argument("--video-requests", type=int, default=24)
+    parser.add_argument("--video-rounds", type=int, default=3)
     parser.add_argument("--media-threads", type=int, default=8, help="that make pictures and clips")
     parser.add_argument("--start-seconds", type=float, default=900.0)
     parser.add_argument(
@@ -352,11 +438,13 @@ def main() -> None:
     with ExitStack() as stack:
         stack.callback(media.close)
         servers = start(flags, record, stack)
-        answering = first_answers(servers, media, record)
+        with record.stage("media"):
+            media.wait()
         for kind in MEASURED:
-            own = {name: server for name, server in servers.items() if (kind, name) in answering}
+            tokens = first_answers(servers, kind, media, flags, record)
+            padding = even_out(servers, tokens, media, flags, record)
             with record.stage(f"rounds {kind}"):
-                measure(own, kind, media, flags, record)
+                measure(servers, kind, padding, media, flags, record)
     for kind in MEASURED:
         print(f"{kind}: {json.dumps({**record.result[kind], 'rounds': None})}")
     sys.exit(bool(record.result["errors"]))

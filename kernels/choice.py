@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3vl.kernels.attn_residual import attn_residual
+from k3vl.kernels.attn_residual import AttnResidualOp, attn_residual
 from k3vl.kernels.gated_mlp import ComposedGatedMLP, glu_linear
 from k3vl.kernels.kda import kda_decode, kda_prefill
 from k3vl.kernels.kda.layer import ComposedKDA
@@ -38,7 +38,15 @@ if TYPE_CHECKING:
     from k3vl.kernels.gated_mlp import GatedMLPOp
     from k3vl.kernels.kda.layer import KDADecode, KDALayerOp, KDAPrefill
     from k3vl.kernels.linear import LinearOp
-    from k3vl.kernels.mla.layer import AbsorbOp, DecodeOp, GateOp, MLALayerOp, StoreOp, ValuesOp
+    from k3vl.kernels.mla.layer import (
+        AbsorbOp,
+        DecodeOp,
+        GateOp,
+        MLALayerOp,
+        PrefillOp,
+        StoreOp,
+        ValuesOp,
+    )
     from k3vl.kernels.moe.experts import CodedExperts, FloatExperts
     from k3vl.kernels.moe.latent import ExpertsOp, FrontOp, LatentMoEOp, RouteOp
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -76,7 +84,7 @@ class Kernels:
     row_independent: bool
     linear: LinearOp
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attn_residual: AttnResidualOp
     kda: KDALayerOp
     mla: MLALayerOp
     latent_moe: LatentMoEOp[FloatExperts]
@@ -105,12 +113,12 @@ def composed_kernels(
     kda_prefill: KDAPrefill,
     mla_absorb: AbsorbOp,
     mla_decode: DecodeOp,
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    mla_prefill: PrefillOp,
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor],
     mla_store: StoreOp,
     mla_values: ValuesOp,
     mla_gate: GateOp,
-    attn_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor],
+    attn_residual: AttnResidualOp,
     moe_front: FrontOp,
     route: RouteOp,
     moe_experts: ExpertsOp[FloatExperts],
@@ -230,7 +238,7 @@ def triton_kernels(reason: str) -> Kernels:
         moe_front_gpu,
         route_gpu,
     )
-    from k3vl.kernels.rms_norm.gpu import rms_norm_gpu
+    from k3vl.kernels.rms_norm.gpu import rms_norm
 
     language = composed_kernels(
         name="triton",
@@ -251,7 +259,7 @@ def triton_kernels(reason: str) -> Kernels:
         moe_experts_mxfp4=moe_experts_mxfp4_gpu,
         linear=linear_gpu,
         glu_linear=glu_linear_gpu,
-        rms_norm=rms_norm_gpu,
+        rms_norm=rms_norm,
         moe_layer=LatentMoEBeside,
     )
     return replace(language, vision=triton_vision(), recordable=True)

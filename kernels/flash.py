@@ -6,12 +6,13 @@ No op of its own: ``mla`` and ``vision_attention`` say what it computes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.flash_hopper import HopperFlash, hopper_flash
 from k3vl.kernels.flash_kernel import flash_kernel
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def flash(
     keys: Packed,
     causal: bool,
     rest: torch.Tensor | None = None,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """Attend within every sequence.
 
@@ -48,7 +49,8 @@ def flash(
         queries: of every sequence, keys: of every sequence, no fewer.
         causal: whether the last query sees all keys and every earlier one a key less.
         rest: [M, H, P], the last part of the keys; None for P = 0.
-        shape: of the programs, for measurements.
+        shape: of the programs, for measurements; with a ``HopperFlash`` the Gluon kernel runs, for
+            what it takes.
 
     Returns:
         [N, H, V] in the dtype of ``q``; softmax in float32.
@@ -68,6 +70,9 @@ def flash(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and {shared}, v {tuple(v.shape)}; "
             "rows must be contiguous and widths powers of two, at least 16"
         )
+    if isinstance(shape, HopperFlash):
+        sequences: Any = {"queries": queries, "keys": keys, "causal": causal}
+        return hopper_flash(q, k, v, scale, **sequences, rest=rest, shape=shape)
     out = torch.empty(rows, heads, value, dtype=q.dtype, device=q.device)
     if not rows:
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
@@ -21,10 +21,12 @@ class Packed:
     Attributes:
         lengths: rows of every item.
         borders: [S + 1] int64, where their rows begin and end.
+        tables: what launches have derived from them for the device, by names of their own.
     """
 
     lengths: tuple[int, ...]
     borders: torch.Tensor
+    tables: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:

@@ -13,6 +13,7 @@ from PIL import Image
 from benchmarks.gpu_captions import (
     Options,
     engine_field,
+    in_both,
     keeper,
     make_pictures,
     replace_fields,
@@ -59,6 +60,14 @@ def test_fields_of_the_command_line() -> None:
     assert engine_field("max_step_patches=8192") == ("max_step_patches", 8192)
     options = replace_fields(Options(), {"in_flight": [1, 2], "engine": {"page_size": 32}})
     assert (options.in_flight, options.engine, options.items) == ((1, 2), {"page_size": 32}, 200)
+
+
+def test_fewer_answers_are_compared_with_theirs_among_more() -> None:
+    few, many = {"b": 1, "c": 2}, {"a": 3, "b": 4, "c": 2}
+    assert in_both(few, many) == (few, {"b": 4, "c": 2})
+    assert in_both(many, few) == ({"b": 4, "c": 2}, few)
+    with pytest.raises(KeyError):
+        in_both({"d": 1}, many)
 
 
 def test_where_answers_part_and_how_far() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from k3vl.errors import ConfigError
 from k3vl.sglang.checkpoint import checkpoint_directory
-from k3vl.sglang.plugin import PROCESSORS_PACKAGE, PROCESSORS_VARIABLE, register
+from k3vl.sglang.plugin import PACKAGES, register
 from k3vl.sglang.releases import SUPPORTED, check_version
 from k3vl.sglang.settings import PluginSettings
 from k3vl.vision.limits import MediaLimits
@@ -64,20 +64,30 @@ def test_fetches_stay_where_the_operator_wants_them(tmp_path: Path) -> None:
     assert closed.max_redirects == 0
 
 
-def test_the_plugin_names_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that we support, and no package of anybody's named."""
     monkeypatch.setattr("k3vl.sglang.plugin.version", lambda _: SUPPORTED[0])
-    monkeypatch.setenv(PROCESSORS_VARIABLE, "")
-    monkeypatch.delenv(PROCESSORS_VARIABLE)
+    for variable in PACKAGES:
+        monkeypatch.setenv(variable, "")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_the_plugin_names_its_packages() -> None:
     register()
     register()  # SGLang may call it again
-    assert os.environ[PROCESSORS_VARIABLE] == PROCESSORS_PACKAGE
+    assert {variable: os.environ[variable] for variable in PACKAGES} == PACKAGES
 
 
-def test_the_plugin_does_not_replace_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k3vl.sglang.plugin.version", lambda _: SUPPORTED[0])
-    monkeypatch.setenv(PROCESSORS_VARIABLE, "theirs.processors")
-    with pytest.raises(ConfigError, match=r"names theirs\.processors"):
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("variable", PACKAGES)
+def test_the_plugin_does_not_replace_another(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "theirs")
+    with pytest.raises(ConfigError, match=f"{variable} names theirs"):
         register()
+    assert {os.environ[name] for name in PACKAGES} == {"", "theirs"}  # nothing is half ours
 
 
 @pytest.mark.parametrize("found", ["0.5.22", "0.5.18", "0.6.0", "0.5.23.post1"])

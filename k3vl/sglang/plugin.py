@@ -18,19 +18,26 @@ from k3vl.errors import ConfigError
 from k3vl.sglang.releases import check_version
 
 PROCESSORS_VARIABLE: Final = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"
-PROCESSORS_PACKAGE: Final = "k3vl.sglang.processors"
+PACKAGES: Final = {
+    PROCESSORS_VARIABLE: "k3vl.sglang.processors",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "k3vl.sglang.models",
+}
+"""SGLang's variables, and our packages that they name; its processes inherit them."""
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Put our processor in the place of SGLang's own for Kimi K3; other models do not notice.
+    """Put our processor and model in the place of SGLang's for Kimi K3; others do not notice.
 
     Raises:
-        ConfigError: a release that is not supported, or another package's processors are asked for.
+        ConfigError: a release that is not supported, or another package's processors or models are
+            asked for.
     """
     check_version(version("sglang"))
-    asked = os.environ.setdefault(PROCESSORS_VARIABLE, PROCESSORS_PACKAGE)
-    if asked != PROCESSORS_PACKAGE:
-        raise ConfigError(f"{PROCESSORS_VARIABLE} names {asked}; SGLang takes one such package")
+    for variable, package in PACKAGES.items():
+        asked = os.environ.get(variable) or package
+        if asked != package:
+            raise ConfigError(f"{variable} names {asked}; SGLang takes one such package")
+    os.environ.update(PACKAGES)
     log.info("k3vl %s: images and video for Kimi K3", __version__)

@@ -173,8 +173,10 @@ class VisionTower(nn.Module):
         for block in self.blocks:
             x = block(x, plan.rotary, plan.items)
         x = self.kernels.rms_norm(x, self.final_norm, self.eps)
-        parts = zip(torch.split(x, list(plan.items.lengths)), plan.grids, strict=True)
-        return torch.cat([merge(part, grid) for part, grid in parts])
+        grids = stacked(plan.grids)
+        lengths = [frames * rows * columns for frames, rows, columns in grids]
+        parts = [merge(*item) for item in zip(torch.split(x, lengths), grids, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _check(self, grids: Sequence[Grid]) -> None:
         most = self.config.init_pos_emb_time
@@ -273,6 +275,18 @@ class VisionBlock(nn.Module):
         return self.kernels.block(x, self.weights, rotary, items)
 
 
+def stacked(grids: Sequence[Grid]) -> list[Grid]:
+    """Grids whose items are merged alike: pictures of one width are one picture, far taller."""
+    out: list[Grid] = []
+    for frames, rows, columns in grids:
+        before = out[-1] if out else (0, 0, 0)
+        if frames == before[0] == 1 and columns == before[2]:
+            out[-1] = (1, before[1] + rows, columns)
+        else:
+            out.append((frames, rows, columns))
+    return out
+
+
 def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Pool one item over time and join 2x2 neighbours (``sd2_tpool``).
 
@@ -285,5 +299,6 @@ def merge(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """
     frames, rows, columns = grid
     cells = x.view(frames, rows // _MERGE, _MERGE, columns // _MERGE, _MERGE, -1)
-    pooled = cells.mean(0).transpose(1, 2)  # [h/2, w/2, 2, 2, D]
+    mean = cells[0] if frames == 1 else cells.mean(0)
+    pooled = mean.transpose(1, 2)  # [h/2, w/2, 2, 2, D]
     return pooled.reshape(rows * columns // _MERGE**2, -1)

@@ -19,6 +19,7 @@ import torch
 
 from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.attention_cases import (
+    attn_residual_add_cases,
     attn_residual_cases,
     mla_around_cases,
     mla_decode_cases,
@@ -27,7 +28,12 @@ from k3vl.kernels.bench.attention_cases import (
     vision_cases,
 )
 from k3vl.kernels.bench.case import Case, Peer, ratio_of_norms
-from k3vl.kernels.bench.kda_cases import decode_cases, prefill_cases
+from k3vl.kernels.bench.kda_cases import (
+    decode_cases,
+    prefill_cases,
+    prefill_part_cases,
+    prefill_together_cases,
+)
 from k3vl.kernels.bench.linear_cases import row_cases
 from k3vl.kernels.bench.moe_cases import (
     glu_cases,
@@ -36,6 +42,7 @@ from k3vl.kernels.bench.moe_cases import (
     plan_cases,
     route_cases,
 )
+from k3vl.kernels.bench.parts import profile_call, table
 from k3vl.kernels.bench.timing import Ceilings, measure_ceilings, time_call
 from k3vl.kernels.bench.tower_cases import tower_cases
 
@@ -45,7 +52,10 @@ if TYPE_CHECKING:
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "kda_decode": decode_cases,
     "attn_residual": attn_residual_cases,
+    "attn_residual_add": attn_residual_add_cases,
     "kda_prefill": prefill_cases,
+    "kda_prefill_parts": prefill_part_cases,
+    "kda_prefill_together": prefill_together_cases,
     "mla_decode": mla_decode_cases,
     "mla_around": mla_around_cases,
     "mla_prefill": mla_prefill_cases,
@@ -72,6 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="append JSON lines here")
     parser.add_argument("--variants", action="store_true", help="also time other launch shapes")
+    parser.add_argument("--profile", action="store_true", help="also say which kernels take it")
     parser.add_argument("--no-peers", action="store_true", help="time only our own")
     parser.add_argument("--only", default="", help="cases whose shape has this text")
     parser.add_argument("--commit", help="of the code, where there is no repository")
@@ -88,7 +99,13 @@ def main() -> None:
                 continue
             # One case that fails must not cost the measurements of the others.
             try:
-                lines = run(case, ceilings, variants=options.variants, peers=not options.no_peers)
+                lines = run(
+                    case,
+                    ceilings,
+                    variants=options.variants,
+                    peers=not options.no_peers,
+                    profiles=options.profile,
+                )
             except Exception:  # noqa: BLE001 - reported, and the exit status says so
                 say(f"{case.op} {case.shape}: {traceback.format_exc(limit=6)}")
                 failed += 1
@@ -100,9 +117,14 @@ def main() -> None:
 
 
 def run(
-    case: Case, ceilings: Ceilings | None, *, variants: bool, peers: bool
+    case: Case,
+    ceilings: Ceilings | None,
+    *,
+    variants: bool,
+    peers: bool,
+    profiles: bool = False,
 ) -> list[dict[str, Any]]:
-    """Check one case and time everybody in it."""
+    """Check one case and time everybody in it; ``profiles`` are printed, not returned."""
     got = case.ours()
     want = case.want() if case.want and ceilings else None
     error = None if want is None else ratio_of_norms(got, want)
@@ -114,14 +136,15 @@ def run(
         # Where the reference is too much work, they are compared with ours.
         against = got if want is None else want
         for name, variant in case.variants.items():
-            if not ceilings or not case.compared or _agrees(case, name, variant, against):
+            trusted = not ceilings or not case.compared
+            if isinstance(variant, Peer) or trusted or _agrees(case, name, variant, against):
                 everybody[f"k3vl, {name}"] = variant
     if peers:
         everybody.update(case.peers)
     lines = []
     for name, work in everybody.items():
         try:
-            line = _turn(case, name, work, got, ceilings)
+            line = _turn(case, name, work, got, ceilings, profiles=profiles)
         except Exception:  # noqa: BLE001 - a peer or a variant that does not run here
             say(f"  {name}: {traceback.format_exc(limit=-3)}")
             continue
@@ -137,6 +160,8 @@ def _turn(
     work: Callable[[], object] | Peer,
     got: torch.Tensor,
     ceilings: Ceilings | None,
+    *,
+    profiles: bool,
 ) -> dict[str, Any]:
     """Time one of a case's implementations; of a prepared peer also compare the result with ours.
 
@@ -144,13 +169,13 @@ def _turn(
     where nothing was compared.
     """
     if not isinstance(work, Peer):
-        return _measure(case, name, work, ceilings)
+        return _measure(case, name, work, ceilings, profiles=profiles)
     prepared = work.prepare()
     apart = ratio_of_norms(prepared.result(), got) if prepared.result else None
     agrees = None if apart is None else apart < AGREE  # NaN is not
     if agrees is False:
         say(f"  WARNING: what follows is {apart:.1e} from ours, no comparison: {name}")
-    line = _measure(case, name, prepared.timed, ceilings)
+    line = _measure(case, name, prepared.timed, ceilings, profiles=profiles)
     if apart is not None and not math.isfinite(apart):
         apart = None  # JSON has no NaN
     return {**line, "apart": apart, "agrees": agrees} if line else {}
@@ -171,7 +196,12 @@ def _agrees(case: Case, name: str, work: Callable[[], object], against: torch.Te
 
 
 def _measure(
-    case: Case, name: str, work: Callable[[], object], ceilings: Ceilings | None
+    case: Case,
+    name: str,
+    work: Callable[[], object],
+    ceilings: Ceilings | None,
+    *,
+    profiles: bool,
 ) -> dict[str, Any]:
     if ceilings is None:
         work()
@@ -197,6 +227,9 @@ def _measure(
         f"  {timing.median:10.1f} us  {line['of_limit']:6.1%} of the limit  "
         f"({timing.low:.1f}..{timing.high:.1f})  {name}"
     )
+    if profiles:
+        for text in table(profile_call(work)):
+            say(text)
     return line
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
-from k3vl.kernels.bench.case import Case, normal
+from k3vl.kernels.bench.case import Case, Peer, Work, normal
+from k3vl.kernels.bench.sglang_tower import attention_peers
 from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash_hopper import HopperFlash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -30,20 +33,24 @@ from k3vl.kernels.mla.reference import (
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
+from k3vl.kernels.rms_norm.gpu import NormShape, add_rms_norm, rms_norm
+from k3vl.kernels.rms_norm.library import rms_norm_library
 from k3vl.kernels.rms_norm.reference import rms_norm_reference
 from k3vl.kernels.vision_attention.gpu import vision_attention
 from k3vl.kernels.vision_attention.grouped import vision_attention_grouped
+from k3vl.kernels.vision_attention.library import vision_attention_library
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos import rotate as rotate_reference
-from k3vl.kernels.vision_pos.gpu import rotate
+from k3vl.kernels.vision_pos.gpu import RotateShape, rotate, rotate_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from k3vl.kernels.bench.case import Peer
-
 _SCALE = 192**-0.5
+HOPPER_SHAPES = tuple(
+    HopperFlash(programs, turns) for programs in (0, 132) for turns in (True, False)
+)
 
 
 def attn_residual_cases() -> Iterator[Case]:
@@ -62,13 +69,94 @@ def attn_residual_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=tokens * width * 2 * (depth + 1),
             flops=tokens * width * depth * 8,
-            variants={f"{warps} warps": partial(run, warps=warps) for warps in (2, 4, 8, 16)},
+            variants={name: partial(run, **how) for name, how in _residual_ways(tokens).items()},
+            compared=True,
             peers={
                 "torch.compile of the reference": partial(mixed, rows, query, norm, 1e-5),
                 "PyTorch reference": partial(attn_residual_reference, rows, query, norm, 1e-5),
                 **sglang_attention.residual_peers(rows, query, norm, 1e-5),
             },
         )
+
+
+def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
+    """Other launches: where few tokens leave the device empty, and where they fill it."""
+    if tokens <= 128:
+        return {
+            "a cluster a token": {"cluster": True},
+            "all rows on their way at once, 8 warps": {"stages": 9},
+            "all rows on their way at once, 16 warps": {"stages": 9, "warps": 16},
+        }
+    past = {"hints": (".cg", "")}
+    return {
+        "rows past L1": past,
+        "rows past L1, result streamed": {"hints": (".cg", ".cs")},
+        "rows past L1, 8 warps": {**past, "warps": 8},
+        "rows past L1, 3 stages": {**past, "stages": 3},
+        "rows past L1, 4 stages": {**past, "stages": 4},
+        "rows past L1, 4 stages, 8 warps of 128 registers": {
+            **past, "stages": 4, "warps": 8, "registers": 128,
+        },
+        "rows past L1, 6 stages, 8 warps of 128 registers": {
+            **past, "stages": 6, "warps": 8, "registers": 128,
+        },
+        "4 stages": {"stages": 4},
+        "a cluster a token": {"cluster": True},
+    }  # fmt: skip
+
+
+def attn_residual_add_cases() -> Iterator[Case]:
+    """The same behind a sub-layer: its output is added to the last row before."""
+    depth, width = 9, 7168
+    for tokens in (1, 8, 32, 8192):
+        rows, added = normal(depth, tokens, width), normal(tokens, width)
+        query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
+
+        def call(
+            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
+            added: torch.Tensor = added, **how: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            return attn_residual(rows, query, norm, 1e-5, added, **how)
+
+        def apart(
+            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
+            added: torch.Tensor = added,
+        ) -> torch.Tensor:  # fmt: skip
+            rows[-1].add_(added)
+            return attn_residual(rows, query, norm, 1e-5)
+
+        first = rows.clone()
+
+        def want(
+            rows: torch.Tensor = first, query: torch.Tensor = query, norm: torch.Tensor = norm,
+            added: torch.Tensor = added,
+        ) -> torch.Tensor:  # fmt: skip
+            last = rows[-1:] + added
+            rows = torch.cat([rows[:-1], last]).float()
+            return attn_residual_reference(rows, query, norm.float(), 1e-5)
+
+        ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "added by PyTorch before": apart,
+            **{name: partial(call, **how) for name, how in _residual_ways(tokens).items()},
+        }
+        yield Case(
+            op="attn_residual_add",
+            shape=f"T{tokens} R{depth} D{width}",
+            ours=partial(_on_copy, call, first),
+            timed=partial(call, rows),
+            want=want,
+            limit=8e-3,
+            bytes=tokens * width * 2 * (depth + 3),
+            flops=tokens * width * depth * 8,
+            variants={
+                name: Peer(partial(Work, partial(way, rows), partial(_on_copy, way, first)))
+                for name, way in ways.items()
+            },
+        )
+
+
+def _on_copy(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    return way(rows.clone())
 
 
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
@@ -175,6 +263,18 @@ def mla_around_cases() -> Iterator[Case]:
         )
 
 
+def _join_and_attend(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    shared: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """``attend`` over [1, H, T, D] with [T, H, K] keys and the part that the heads share."""
+    joined = torch.cat([k, shared.unsqueeze(1).expand(-1, k.shape[1], -1)], -1)
+    return attend(q, joined.transpose(0, 1).unsqueeze(0), v)
+
+
 def mla_prefill_cases() -> Iterator[Case]:
     """Expanded form, 192 and 128 wide, causal; with and without a cached prefix."""
     heads = 96
@@ -193,8 +293,12 @@ def mla_prefill_cases() -> Iterator[Case]:
         if queries == keys:  # PyTorch's causal mask starts at the upper left
             joined = torch.cat([k, shared.unsqueeze(1).expand(-1, heads, -1)], -1)
             query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, joined, v))
+            attend = partial(scaled_dot_product_attention, is_causal=True, scale=_SCALE)
             peers["PyTorch scaled_dot_product_attention, keys joined before"] = partial(
-                scaled_dot_product_attention, query, key, value, is_causal=True, scale=_SCALE
+                attend, query, key, value
+            )
+            peers["PyTorch scaled_dot_product_attention, with joining the keys"] = partial(
+                _join_and_attend, attend, query, k, shared, value
             )
         peers |= sglang_attention.prefill_peers(q, k, v, shared, latents, kv_b, _SCALE)
 
@@ -213,33 +317,38 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={
-                f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
-                f"{shape.stages} stages": partial(run, shape=shape)
-                for shape in (
-                    FlashShape(128, 32, 8, 4),
-                    FlashShape(64, 64, 4, 3),
-                )
-            }
-            if queries == 8192 == keys
-            else {},
+            variants={str(shape): partial(run, shape=shape) for shape in HOPPER_SHAPES},
+            compared=True,
             peers=peers,
         )
 
 
 def vision_cases() -> Iterator[Case]:
-    """12 heads of 128: one picture of 1024 x 1024, many of 448 x 448, and a mixture."""
+    """12 heads of 128: one picture of 1024 x 1024, many of 448 x 448, four frames, a mixture."""
     heads = 12
     mixture = [5476, 1024, 4096, 256, 2304, 1024, 576, 3136]
     for name, lengths in (
         ("1 x 5476", [5476]),
         ("16 x 1024", [1024] * 16),
+        ("4 x 4096 (4 frames of 1024)", [4096] * 4),
         ("8 of 256 to 5476", mixture),
     ):
         total = sum(lengths)
         qkv = normal(total, 3 * heads, 128)
         q, k, v = qkv.split(heads, 1)
-        run = partial(vision_attention, q, k, v, Packed.of(lengths, q.device))
+        items = Packed.of(lengths, q.device)
+        run = partial(vision_attention, q, k, v, items)
+        library = partial(vision_attention_library, q, k, v, items)
+        variants = {
+            f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
+            f"{shape.stages} stages": partial(run, shape=shape)
+            for shape in (FlashShape(128, 64, 8, 3), FlashShape(64, 32, 4, 4))
+        }
+        variants |= {str(shape): partial(run, shape=shape) for shape in HOPPER_SHAPES}
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            variants[f"torch, {backend.name}"] = partial(library, backends=[backend])
+        variants["torch, its own choice"] = partial(library, backends=None)
+        variants["torch, cuDNN, an item a call"] = partial(library, together=False)
         yield Case(
             op="vision_attention",
             shape=f"{name} patches H12 K128",
@@ -248,24 +357,29 @@ def vision_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=4 * total * heads * 256,
             flops=4 * heads * 128 * sum(n * n for n in lengths),
-            variants={
-                f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
-                f"{shape.stages} stages": partial(run, shape=shape)
-                for shape in (
-                    FlashShape(128, 64, 8, 3),
-                    FlashShape(64, 32, 4, 4),
-                )
-            },
+            variants=variants,
+            compared=True,
             peers={
                 "PyTorch scaled_dot_product_attention, equal items together": partial(
                     vision_attention_grouped, q, k, v, lengths
-                )
+                ),
+                **attention_peers(q, k, v, lengths),
             },
         )
 
 
+_ROTATIONS = (
+    RotateShape(1, 8, 1),
+    RotateShape(2, 8, 2),
+    RotateShape(4, 8, 2),
+    RotateShape(8, 8, 4),
+    RotateShape(8, 8, 8),
+    RotateShape(1, 32, 4),
+)
+
+
 def small_vision_cases() -> Iterator[Case]:
-    """What surrounds the attention: rotary positions, pixels."""
+    """What surrounds the attention: rotary positions, norms, pixels."""
     table = rotary_table(74, 74, 128, device=torch.device("cuda"))
     x = normal(5476, 36, 128)[:, :24]
     yield Case(
@@ -276,8 +390,32 @@ def small_vision_cases() -> Iterator[Case]:
         limit=8e-3,
         bytes=2 * 5476 * 24 * 256 + table.nbytes,
         flops=5476 * 24 * 128 * 3,
-        variants={f"{w} warps": partial(rotate, x, table, warps=w) for w in (1, 2, 8)},
+        variants={
+            "in place": partial(rotate_in_place, x.clone(), table),
+            **{str(s): partial(rotate, x, table, shape=s) for s in _ROTATIONS},
+        },
         peers={"PyTorch complex product": partial(rotate_reference, x, table)},
+    )
+    rows, delta, weight = normal(5476, 1024), normal(5476, 1024), normal(1024).abs()
+    yield Case(
+        op="rms_norm",
+        shape="5476 patches of 1024",
+        ours=partial(rms_norm, rows, weight, 1e-6),
+        want=partial(rms_norm_reference, rows.float(), weight.float(), 1e-6),
+        limit=8e-3,
+        bytes=4 * rows.numel(),
+        flops=4 * rows.numel(),
+        variants={
+            "behind a sum": lambda: add_rms_norm(rows, delta, weight, 1e-6)[1],
+            **{
+                f"{r} rows, {w} warps": partial(rms_norm, rows, weight, 1e-6, shape=NormShape(r, w))
+                for r, w in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 8), (8, 8))
+            },
+        },
+        peers={
+            "PyTorch in the dtype of the rows": partial(rms_norm_library, rows, weight, 1e-6),
+            "PyTorch by way of float32": partial(rms_norm_reference, rows, weight, 1e-6),
+        },
     )
     pixels = torch.randint(0, 256, (65536, 3, 14, 14), dtype=torch.uint8, device="cuda")
     moments = torch.full((3,), 0.5, device="cuda")

@@ -48,7 +48,8 @@ class Case:
             large for it, and a smaller case of the op has been compared.
         limit: of the ratio of norms.
         bytes, flops: the least that the work must move and compute.
-        variants: other launches of ours.
+        variants: other launches of ours; as a ``Peer`` where only a result from the case's own
+            states can be compared.
         compared: whether every variant returns what ``ours`` does; one that is wrong by ``limit``
             against it is not timed.
         peers: other implementations, with what they leave out.
@@ -62,7 +63,7 @@ class Case:
     limit: float
     bytes: float
     flops: float
-    variants: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[], object] | Peer] = field(default_factory=dict)
     compared: bool = False
     peers: Mapping[str, Callable[[], object] | Peer] = field(default_factory=dict)
 

@@ -4,27 +4,53 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from k3vl.kernels.bench import sglang_kda
-from k3vl.kernels.bench.case import Case, Peer, Work, normal
+from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
-from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill
+from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill, prefill_launches
+from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
+from k3vl.kernels.kda.ring import RingShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-_PREFILL_VARIANTS = tuple(
-    PrefillShape(values, warps, stages, registers)
-    for values, warps, stages, registers in (
-        (64, 4, 3, 128),
-        (64, 4, 3, 168),
-        (64, 4, 4, 168),
-        (64, 4, 2, 168),
-        (128, 8, 3, 168),
+_PREFILL_VARIANTS: tuple[PrefillShape | HopperShape, ...] = (
+    PrefillShape(64, 4, 3, 128),
+    PrefillShape(64, 4, 3, 128, full=True),
+    HopperShape(64, 3, 128, full=False),
+    HopperShape(64, 3, 128),
+    HopperShape(64, 3, 96),
+    HopperShape(128, 4, 128),
+    HopperShape(128, 5, 128),
+    HopperShape(128, 4, 112),
+    HopperShape(128, 4, 96),
+    HopperShape(128, 4, 168),
+)
+_TOGETHER = (
+    HopperShape(64, 3, 128, group=12),
+    HopperShape(64, 3, 96, group=12),
+    HopperShape(64, 3, 128, group=24),
+    HopperShape(128, 4, 128, group=12),
+    HopperShape(128, 4, 128, group=24),
+    HopperShape(128, 4, 96, group=24),
+    HopperShape(128, 4, 128, group=32),
+    HopperShape(128, 4, 128, group=48),
+)
+RINGS = tuple(
+    RingShape(programs, groups, stages, keep, registers, store)
+    for programs, groups, stages, keep, registers, store in (
+        (0, 1, 1, False, 168, ""),
+        (3, 1, 1, False, 168, ""),
+        (2, 1, 1, True, None, ""),
+        (1, 1, 3, True, None, ""),
+        (1, 2, 3, True, None, ""),
+        (1, 2, 3, True, None, ".cs"),
+        (0, 1, 1, False, 168, ".cs"),
     )
 )
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -97,12 +123,41 @@ def decode_cases() -> Iterator[Case]:
             # states and windows both ways; qkv, gate, decay in; output
             bytes=batch * heads * 2 * _STATE + rows * (2 * 9 + 6),
             flops=batch * heads * 8 * _K * _K,
-            variants={"64 value channels a tile": partial(step, tile=64)},
+            variants=_decode_variants(args, weights, (windows, states), fresh, cells),
             peers={
                 **_decode_peers(batch, heads, args, weights),
                 **sglang_kda.decode_peers(args, weights, *fresh, cells),
             },
         )
+
+
+def _decode_variants(
+    args: Inputs,
+    weights: KDAWeights,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    fresh: tuple[torch.Tensor, torch.Tensor],
+    cells: torch.Tensor,
+) -> dict[str, Peer]:
+    """Other launches, compared with the default one in all that they write."""
+
+    def prepare(how: dict[str, Any]) -> Work:
+        def result() -> torch.Tensor:
+            ours, theirs = ((fresh[0].clone(), fresh[1].clone()) for _ in range(2))
+            kda_decode(*args, weights, *ours, cells)
+            got = kda_decode(*args, weights, *theirs, cells, **how)
+            error = ratio_of_norms(theirs[1], ours[1])
+            assert error < 1e-5, f"states wrong by {error:.1e}"
+            assert torch.equal(theirs[0], ours[0]), "wrong windows"
+            return got
+
+        return Work(partial(kda_decode, *args, weights, *pool, cells, **how), result)
+
+    ways: dict[str, dict[str, Any]] = {
+        "states evicted first": {"hints": ("evict_first", "")},
+        "states streamed": {"hints": ("evict_first", ".cs")},
+        **{str(ring): {"ring": ring} for ring in RINGS},
+    }
+    return {name: Peer(partial(prepare, how)) for name, how in ways.items()}
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
@@ -139,63 +194,109 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
     )
 
 
+_PREFILL_SIZES = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
+
+
 def prefill_cases() -> Iterator[Case]:
     """Packed sequences; bytes are the projections in and the output, the states once."""
-    shapes = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
-    for lengths, heads in shapes:
-        rows = sum(lengths)
-        weights, args = _weights(heads), _inputs(rows, heads)
-        sequences = len(lengths)
-        cells = torch.randperm(sequences * heads, device="cuda").view(sequences, heads)
-        windows = torch.zeros(sequences * heads, 3, 3, _K, dtype=torch.bfloat16, device="cuda")
-        states = torch.zeros(sequences * heads, _K, _K, device="cuda")
-        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-        ends = cu_seqlens[1:]
-        run = partial(kda_prefill, *args, weights, windows, states, cells, cu_seqlens, ends)
+    for lengths, heads in _PREFILL_SIZES:
+        yield _prefill_case(lengths, heads, _PREFILL_VARIANTS)
 
-        def ours(
-            args: Inputs = args,
-            weights: KDAWeights = weights,
-            windows: torch.Tensor = windows,
-            states: torch.Tensor = states,
-            rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-                cells,
-                cu_seqlens,
-                cu_seqlens[1:],
-            ),
-        ) -> torch.Tensor:
-            own = torch.zeros_like(windows), torch.zeros_like(states)
-            return kda_prefill(*args, weights, *own, *rest)
 
-        def want(
-            args: Inputs = args,
-            weights: KDAWeights = weights,
-            windows: torch.Tensor = windows,
-            states: torch.Tensor = states,
-            rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-                cells,
-                cu_seqlens,
-                cu_seqlens[1:],
-            ),
-        ) -> torch.Tensor:
-            own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
-            return kda_prefill_reference(*_single(args), weights, *own, *rest)
+def prefill_together_cases() -> Iterator[Case]:
+    """The two kernels side by side: apart, as an error in their flags ends the process."""
+    for lengths, heads in _PREFILL_SIZES:
+        if len(lengths) < 64:
+            shapes = [shape for shape in _TOGETHER if not heads % shape.group]
+            yield _prefill_case(lengths, heads, shapes)
 
-        yield Case(
-            op="kda_prefill",
-            shape=f"{sequences} x T{lengths[0]} H{heads} K128, all fused",
-            ours=ours,
-            timed=run,
-            want=want,
-            limit=1.2e-2,
-            bytes=rows * heads * _K * 2 * 6 + sequences * heads * 2 * _STATE,
-            flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
-            variants={str(shape): partial(run, shape=shape) for shape in _PREFILL_VARIANTS},
-            peers={
-                **_prefill_peers(args, weights, cu_seqlens, heads),
-                **sglang_kda.prefill_peers(args, weights, lengths, heads),
-            },
-        )
+
+def prefill_part_cases() -> Iterator[Case]:
+    """The launches of every layout one by one; bytes and operations are the whole op's."""
+    for lengths, heads in _PREFILL_SIZES:
+        yield _part_case(lengths, heads)
+
+
+def _places(
+    lengths: list[int], heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Windows and states of zeros, cells, cu_seqlens and ends."""
+    cells = torch.randperm(len(lengths) * heads, device="cuda").view(len(lengths), heads)
+    windows = torch.zeros(cells.numel(), 3, 3, _K, dtype=torch.bfloat16, device="cuda")
+    states = torch.zeros(cells.numel(), _K, _K, device="cuda")
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    return windows, states, cells, cu_seqlens, cu_seqlens[1:]
+
+
+def _prefill_case(
+    lengths: list[int], heads: int, shapes: Sequence[PrefillShape | HopperShape]
+) -> Case:
+    rows, sequences = sum(lengths), len(lengths)
+    weights, args = _weights(heads), _inputs(rows, heads)
+    windows, states, *places = _places(lengths, heads)
+    run = partial(kda_prefill, *args, weights, windows, states, *places)
+
+    def ours(shape: PrefillShape | HopperShape | None = None) -> torch.Tensor:
+        own = torch.zeros_like(windows), torch.zeros_like(states)
+        return kda_prefill(*args, weights, *own, *places, shape=shape)
+
+    def want() -> torch.Tensor:
+        own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
+        return kda_prefill_reference(*_single(args), weights, *own, *places)
+
+    return Case(
+        op="kda_prefill",
+        shape=f"{sequences} x T{lengths[0]} H{heads} K128, all fused",
+        ours=ours,
+        timed=run,
+        want=want,
+        limit=1.2e-2,
+        bytes=_prefill_bytes(lengths, heads),
+        flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+        variants={
+            # Each is compared with the default, from fresh states.
+            str(shape): Peer(partial(Work, partial(run, shape=shape), partial(ours, shape)))
+            for shape in shapes
+        },
+        peers={
+            **_prefill_peers(args, weights, places[1], heads),
+            **sglang_kda.prefill_peers(args, weights, lengths, heads),
+        },
+    )
+
+
+def _prefill_bytes(lengths: list[int], heads: int) -> int:
+    return sum(lengths) * heads * _K * 2 * 6 + len(lengths) * heads * 2 * _STATE
+
+
+def _part_case(lengths: list[int], heads: int) -> Case:
+    rows = sum(lengths)
+    weights, args = _weights(heads), _inputs(rows, heads)
+    places = _places(lengths, heads)
+
+    def prepare(shape: PrefillShape | HopperShape, part: str) -> Work:
+        _, launches = prefill_launches(*args, weights, *places, shape=shape)
+        for launch in launches.values():  # each finds what those before it leave
+            launch()
+        return Work(launches[part])
+
+    def run() -> torch.Tensor:
+        return kda_prefill(*args, weights, *places)
+
+    return Case(
+        op="kda_prefill_parts",
+        shape=f"{len(lengths)} x T{lengths[0]} H{heads}",
+        ours=run,
+        want=None,
+        limit=1.2e-2,
+        bytes=_prefill_bytes(lengths, heads),
+        flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+        variants={
+            f"{part} of {shape}": Peer(partial(prepare, shape, part))
+            for shape in _PREFILL_VARIANTS
+            for part in ("begin", "prepare", "walk", *(["norm"] if shape.values < _K else []))
+        },
+    )
 
 
 def _prefill_peers(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside
+from k3vl.kernels.moe.few import Few, FewShapes
 from k3vl.kernels.moe.gpu import (
     moe_experts_mxfp4_gpu,
     plan_gpu,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _E, _K, _L, _I = 896, 16, 3584, 3072
 _D, _S = 7168, 6144
 _BYTES_OF_ONE = 3 * _L * _I * 17 // 32  # 4 bits and one scale byte per 32
+_MOST_FEW = 128
 _SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
 
@@ -69,20 +71,16 @@ def moe_cases() -> Iterator[Case]:
             scale=1.0,
         )
         touched = chosen.unique()
-        given = (x, weights, chosen, stored, _SITU, norm, 1e-5)
+        ours = partial(moe_experts_mxfp4_gpu, x, weights, chosen, stored, _SITU, norm, 1e-5)
         yield Case(
             op="moe_experts_mxfp4",
             shape=f"T{tokens}, 16 of 896, {len(touched)} experts read",
-            ours=partial(moe_experts_mxfp4_gpu, *given),
+            ours=ours,
             want=partial(_want, x, weights, chosen, stored, norm) if tokens <= 8 else None,
             limit=8e-3,
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
-            variants={
-                f"narrow tiles, {name}": partial(moe_experts_mxfp4_gpu, *given, products=cut)
-                for name, cut in _ONE_WAVE.items()
-                if tokens <= 128
-            },
+            variants=_variants(tokens, ours),
             compared=True,
             peers={
                 **_peers(tokens, chosen),
@@ -101,6 +99,54 @@ _ONE_WAVE = {
     ),
 }
 """All blocks of a token at once on the device: features x words, warps, stages."""
+
+_IN = Few(depth=2, registers=96)
+_FEW = {
+    "in w4 d2, back w2 d2": FewShapes(gate_up=_IN, down=Few(warps=2, depth=2)),
+    "in w4 d1, back w2 d4": FewShapes(gate_up=Few(depth=1), down=Few(warps=2, depth=4)),
+    "in w4 d2, back w2 d2, fetched ahead": FewShapes(
+        gate_up=replace(_IN, ahead=True), down=Few(warps=2, depth=2, ahead=True)
+    ),
+    "in w4 d2, back w2 d2, together": FewShapes(
+        gate_up=replace(_IN, together=True), down=Few(warps=2, depth=2, together=True)
+    ),
+    "in w4 d4, back w4 d4": FewShapes(gate_up=Few(depth=4, registers=128), down=Few(depth=4)),
+    "w1 d3 staged": FewShapes(
+        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=1, depth=3, staged=True)
+    ),
+}
+_FEW_ALONE = {
+    "in w4 d2, back w2 d2, no overlap": FewShapes(
+        gate_up=_IN, down=Few(warps=2, depth=2), overlap=False
+    ),
+    "in w4 d2 r80, back w2 d4": FewShapes(
+        gate_up=Few(depth=2, registers=80), down=Few(warps=2, depth=4)
+    ),
+    "in w1 d1, back w1 d4": FewShapes(gate_up=Few(warps=1, depth=1), down=Few(warps=1, depth=4)),
+    "in w4 p2 d2, back w4 p2 d2": FewShapes(
+        gate_up=replace(_IN, parts=2), down=Few(parts=2, depth=2)
+    ),
+    "in w4 p4 d1, back w4 p4 d3": FewShapes(
+        gate_up=Few(parts=4, depth=1), down=Few(parts=4, depth=3)
+    ),
+    "w1 d4 staged": FewShapes(
+        gate_up=Few(warps=1, depth=4, staged=True), down=Few(warps=1, depth=4, staged=True)
+    ),
+    "in w4 d1, back w2 d4, fetched ahead": FewShapes(
+        gate_up=Few(depth=1, ahead=True), down=Few(warps=2, depth=4, ahead=True)
+    ),
+}
+"""Warps of a program, parts of the columns, steps under way, registers."""
+
+
+def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    if tokens > _MOST_FEW:
+        return {}
+    shapes = {**_FEW, **(_FEW_ALONE if tokens == 1 else {})}
+    return {
+        **{f"narrow tiles, {name}": partial(ours, products=cut) for name, cut in _ONE_WAVE.items()},
+        **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
+    }
 
 
 def _want(

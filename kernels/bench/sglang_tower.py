@@ -1,8 +1,10 @@
-"""SGLang's MoonViT3d and projector for Kimi K3."""
+"""SGLang's MoonViT3d and projector for Kimi K3, and the attention kernels that it may have."""
 
 from __future__ import annotations
 
 from functools import cache, partial
+from importlib import import_module
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,3 +94,72 @@ def _tower(
         return projector(tower(patches, sizes, forward_metadata=made))
 
     return Work(encode, encode)
+
+
+def attention_peers(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]
+) -> dict[str, Peer]:
+    """Attention within every item; the result is ours, [P, H, K].
+
+    Args:
+        q, k, v: [P, H, K].
+        lengths: of the items, they add up to P.
+    """
+    args = (q, k, v, lengths)
+    return named(
+        {
+            "FlashAttention 3 (sgl-kernel), packed": lambda: _flash3(*args),
+            "sdpa_varlen_attention, as its tower on Hopper": lambda: _sdpa(*args),
+            "Triton context_attention_fwd, packed": lambda: _triton(*args),
+        }
+    )
+
+
+def _borders(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _flash3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> Work:
+    library: Any = import_module("sgl_kernel.flash_attn")
+    borders, longest = _borders(lengths, q.device), max(lengths)
+
+    def attend() -> torch.Tensor:
+        return library.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=borders,
+            cu_seqlens_k=borders,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=q.shape[-1] ** -0.5,
+        )
+
+    return Work(attend, attend)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> Work:
+    from sglang.srt.models.kimi_k3_vl import sdpa_varlen_attention
+
+    borders = _borders(lengths, q.device)
+    ends = list(accumulate(lengths))
+    bounds = tuple(zip([0, *ends], ends, strict=False))
+
+    def attend() -> torch.Tensor:
+        return sdpa_varlen_attention(q, k, v, borders, segment_bounds=bounds).view(q.shape)
+
+    return Work(attend, attend)
+
+
+def _triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> Work:
+    from sglang.kernels.ops.attention.prefill_attention import context_attention_fwd
+
+    borders = _borders(lengths, q.device)
+    each = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    def attend() -> torch.Tensor:
+        context_attention_fwd(q, k, v, out, borders, each, max(lengths), is_causal=False)
+        return out
+
+    return Work(attend, attend)

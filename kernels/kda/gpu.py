@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,12 +12,17 @@ import triton.language as tl
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.kda import check_shapes
+from k3vl.kernels.kda.chunk_kernel import kda_chunk_kernel
+from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_walk
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
+from k3vl.kernels.kda.ring import RingShape, ring_step
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
 from k3vl.kernels.kda.walk_kernel import kda_norm_kernel, kda_walk_kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from k3vl.kernels.kda import KDAWeights
 
 CHUNK = 32
@@ -44,12 +50,14 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
+        full: that kernel has code of its own for full chunks.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
+    full: bool = False
 
 
 def kda_decode(
@@ -65,8 +73,14 @@ def kda_decode(
     tile: int = 128,
     warps: int = 4,
     registers: int | None = None,
+    hints: tuple[str, str] = ("", ""),
+    ring: RingShape | None = None,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`."""
+    """See :func:`k3vl.kernels.kda.kda_decode`.
+
+    The rest is for measurements; ``hints`` are how the states' loads are evicted from the caches
+    and which way their stores take through them, ``ring`` asks for the Gluon kernel.
+    """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -75,6 +89,10 @@ def kda_decode(
     if not batch:
         return out
     early = begins_early(qkv)
+    if ring is not None:
+        args = (qkv, gate, decay, write, weights, windows, states, cells, out)
+        ring_step(*args, ring)
+        return out
     kda_step_kernel[(batch * heads,)](
         qkv,
         gate,
@@ -103,6 +121,8 @@ def kda_decode(
         W=width,
         BOUNDED=weights.lower_bound is not None,
         PDL=early,
+        LOAD=hints[0],
+        STORE=hints[1],
         num_warps=warps,
         maxnreg=registers,
         launch_pdl=early,
@@ -123,7 +143,7 @@ def kda_prefill(
     ends: torch.Tensor,
     *,
     snapshots: Snapshots | None = None,
-    shape: PrefillShape | None = None,
+    shape: PrefillShape | HopperShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.kda.kda_prefill`.
 
@@ -137,21 +157,63 @@ def kda_prefill(
         return kda_prefill_reference(
             qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends
         )
-    half = qkv.dtype != torch.float32
+    out, launches = prefill_launches(
+        *(qkv, gate, decay, write, weights, windows, states, cells, cu_seqlens, ends),
+        snapshots=snapshots,
+        shape=shape,
+    )
+    for launch in launches.values():
+        launch()
+    return out
+
+
+def prefill_launches(
+    qkv: torch.Tensor,
+    gate: torch.Tensor,
+    decay: torch.Tensor,
+    write: torch.Tensor,
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    snapshots: Snapshots | None = None,
+    shape: PrefillShape | HopperShape | None = None,
+) -> tuple[torch.Tensor, dict[str, Callable[[], None]]]:
+    """The result of :func:`kda_prefill`, not yet written, and by name and in order what writes it.
+
+    Arguments are checked by the caller.
+    """
+    key, half = states.shape[-1], qkv.dtype != torch.float32
+    layout = shape or _shape(cells.shape[1], key, half=half)
+    chunks = _scratch_memory(qkv, cells, states)
+    together = isinstance(layout, HopperShape) and layout.together(qkv, cells)
     work = _Work(
         inputs=(qkv, gate, decay, write),
         weights=weights,
         pool=_Pool(windows, states, cells, cu_seqlens, ends),
-        chunks=_scratch_memory(qkv, cells, states),
-        layout=shape or _shape(cells.shape[1], states.shape[-1], half=half),
+        chunks=chunks,
+        layout=layout,
         snapshots=snapshots,
+        taps=torch.empty(weights.conv.shape[::-1], device=qkv.device),
+        flags=chunks.u.new_empty(chunks.u.shape[0], dtype=torch.int32) if together else None,
     )
-    _prepare(work)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _walk(work, out)
-    if work.layout.values < states.shape[-1]:
-        _norm(work, out)
-    return out
+    prepare = partial(_prepare, work)
+    if isinstance(layout, HopperShape):
+        walk = partial(_walk_on_hopper, work, layout, out)
+    else:
+        walk = partial(_walk, work, layout, out)
+    launches: dict[str, Callable[[], None]] = {"begin": partial(_begin, work)}
+    if together:  # the sequential kernel first: it waits for flags, the other one for room
+        launches |= {"walk": walk, "prepare": prepare}
+    else:
+        launches |= {"prepare": prepare, "walk": walk}
+    if layout.values < key:
+        launches["norm"] = partial(_norm, work, out)
+    return out, launches
 
 
 class _Pool(NamedTuple):
@@ -175,14 +237,22 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """One prefill; ``inputs`` are qkv, gate, decay and write."""
+    """One prefill.
+
+    Attributes:
+        inputs: qkv, gate, decay and write.
+        taps: [W, 3 H K] of the convolution, transposed, for the parallel kernel with full chunks.
+        flags: [H, slots] int32, where the two kernels run side by side.
+    """
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     weights: KDAWeights
     pool: _Pool
     chunks: _Chunks
-    layout: PrefillShape
+    layout: PrefillShape | HopperShape
     snapshots: Snapshots | None
+    taps: torch.Tensor
+    flags: torch.Tensor | None
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -225,46 +295,81 @@ def _scratch_memory(qkv: torch.Tensor, cells: torch.Tensor, states: torch.Tensor
     )
 
 
+def _begin(work: _Work) -> None:
+    """What both kernels find in memory: taps, and flags that nobody has set."""
+    half = work.chunks.u.dtype != torch.float32
+    # The fast SiLU wants half of its argument.
+    scale = 0.5 if half and work.layout.full else 1.0
+    torch.mul(work.weights.conv.t(), scale, out=work.taps)
+    if work.flags is not None:
+        work.flags.zero_()
+
+
 def _prepare(work: _Work) -> None:
     """All chunks of all sequences at once."""
     qkv, _, decay, write = work.inputs
     windows, _, cells, cu_seqlens, ends = work.pool
     half = work.chunks.u.dtype != torch.float32
-    kda_prepare_kernel[work.slots](
-        qkv,
-        decay,
-        write,
-        work.weights.conv.t().contiguous(),
-        work.weights.a_log,
-        work.weights.dt_bias,
-        windows,
-        cells,
-        cu_seqlens,
-        ends,
-        *work.chunks,
-        qkv.stride(0),
-        decay.stride(0),
-        write.stride(0),
-        cells.stride(0),
-        *windows.stride()[:3],
-        work.weights.lower_bound,
-        *cells.shape,
-        BS=work.searched,
-        R=8,
-        LEVELS=CHUNK.bit_length() - 1,
-        INVERSE=tl.float16 if half else tl.float32,
-        FAST=half,
+    constants = {
+        "BS": work.searched,
+        "R": 8,
+        "LEVELS": CHUNK.bit_length() - 1,
+        "INVERSE": tl.float16 if half else tl.float32,
+        "FAST": half,
+        "MINUS_W": isinstance(work.layout, HopperShape),
         **work.common,
-        num_warps=4,
-        maxnreg=work.layout.registers,
+        "num_warps": 4,
+        "maxnreg": work.layout.registers,
+    }
+    weights = (work.taps, work.weights.a_log, work.weights.dt_bias)
+    places = (windows, cells, cu_seqlens, ends)
+    strides = (write.stride(0), cells.stride(0), *windows.stride()[:3], work.weights.lower_bound)
+    if not work.layout.full:
+        kda_prepare_kernel[work.slots](
+            *(qkv, decay, write, *weights, *places, *work.chunks),
+            *(qkv.stride(0), decay.stride(0), *strides, *cells.shape),
+            **constants,
+        )
+        return
+    heads, slots = work.slots
+    flags = work.flags
+    group = (
+        work.layout.group if isinstance(work.layout, HopperShape) and flags is not None else heads
+    )
+    kda_chunk_kernel[group, slots, heads // group](
+        *(qkv, decay, write, *weights, *places, *work.chunks),
+        *(cells if flags is None else flags, *strides, cells.shape[0]),
+        S_QKV=qkv.stride(0),
+        S_DECAY=decay.stride(0),
+        H=heads,
+        GROUP=group,
+        FLAGS=flags is not None,
+        **constants,
+        **({} if flags is None else {"launch_pdl": True}),
     )
 
 
-def _walk(work: _Work, out: torch.Tensor) -> None:
+def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None:
+    """As :func:`_walk`."""
+    walk = Walk(
+        chunks=work.chunks,
+        inputs=work.inputs[:2],
+        o_norm=work.weights.o_norm,
+        pool=work.pool,
+        snapshots=work.snapshots,
+        out=out,
+        eps=work.weights.eps,
+        chunk=CHUNK,
+        flags=work.flags,
+    )
+    hopper_walk(walk, layout)
+
+
+def _walk(work: _Work, layout: PrefillShape, out: torch.Tensor) -> None:
     """Every sequence, chunk after chunk; with the norm where a program holds whole heads."""
     qkv, gate, _, _ = work.inputs
     (sequences, heads), key = work.pool.cells.shape, work.pool.states.shape[-1]
-    layout, snapshots, cells = work.layout, work.snapshots, work.pool.cells
+    snapshots, cells = work.snapshots, work.pool.cells
     kda_walk_kernel[(key // layout.values * sequences * heads,)](
         qkv,
         gate,

@@ -149,12 +149,13 @@ def kda_prepare_kernel(
     INVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
+    MINUS_W: tl.constexpr,
 ):
     """Everything about one chunk of one head that does not need the state.
 
-    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K], kl [C, K], u [V, C]
-    and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s + c`` is chunk c of
-    sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first.
+    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
+    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
+    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first.
     """
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
@@ -217,7 +218,7 @@ def kda_prepare_kernel(
         q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * (K**-0.5))[:, :, None]
         q *= tl.exp2(totals[s] + from_middle)
         q_ups = q_ups + (q,)  # noqa: RUF005
-        q *= -to_middle
+        q *= to_middle if MINUS_W else -to_middle
         tl.store(wq + block * (2 * C * K) + (C + s) * K + o_gk, q.to(DTYPE))
 
     o_i = o_t[:, None]
@@ -233,7 +234,7 @@ def kda_prepare_kernel(
     # Write strengths and the way to the middle are factors of columns: of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
     solve = (solve * beta[None, :]).to(DTYPE)
-    b_w = tl.dot(solve, k_up, input_precision=PRECISION) * middle
+    b_w = tl.dot(solve, k_up, input_precision=PRECISION) * (-middle if MINUS_W else middle)
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
     values = _convolve_rows(x + 2 * H * K, s_qkv, p_window + 2 * s_stream, s_tap,
                             p_conv + 2 * H * K, 3 * H * K, o_g, o_k, first, count, R, W,

@@ -19,14 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def mla_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    shared: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attend causally from the last T tokens of one sequence to all of its L tokens.
 
     Args:
-        q: [T, H, K].
+        q: [T, H, K + P].
         k: [L, H, K], L >= T.
         v: [L, H, V].
         scale: of the scores, ``(nope + rope) ** -0.5``.
+        shared: [L, P], the last part of all heads' keys; None for P = 0.
 
     Returns:
         [T, H, V] in the dtype of ``q``; softmax in float32.
@@ -34,10 +41,31 @@ def mla_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
     Raises:
         ShapeError: the shapes disagree.
     """
+    check_prefill(q, k, v, shared)
+    return mla_prefill_reference(q, k, v, scale, shared)
+
+
+def check_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: torch.Tensor | None
+) -> None:
+    """Refuse what does not belong together; for every implementation of :func:`mla_prefill`.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
     length, heads, width = k.shape
-    if q.shape[1:] != (heads, width) or v.shape[:2] != (length, heads) or q.shape[0] > length:
-        raise ShapeError(f"mla_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    return mla_prefill_reference(q, k, v, scale)
+    part = 0 if shared is None else shared.shape[-1]
+    agree = (
+        q.shape[1:] == (heads, width + part)
+        and v.shape[:2] == (length, heads)
+        and q.shape[0] <= length
+        and (shared is None or shared.shape[:-1] == (length,))
+    )
+    if not agree:
+        other = "" if shared is None else f", shared {tuple(shared.shape)}"
+        raise ShapeError(
+            f"mla_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}{other}"
+        )
 
 
 def mla_prefill_latent(

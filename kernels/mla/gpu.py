@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -12,7 +12,7 @@ import triton
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.flash import FlashShape, flash
-from k3vl.kernels.mla import check_absorb, check_gate, check_store, check_values
+from k3vl.kernels.mla import check_absorb, check_gate, check_prefill, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
     mla_absorb_kernel,
     mla_decode_kernel,
@@ -30,6 +30,9 @@ from k3vl.kernels.mla.hopper import (
     hopper_takes,
 )
 from k3vl.kernels.packed import Packed
+
+if TYPE_CHECKING:
+    from k3vl.kernels.flash_hopper import HopperFlash
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -53,13 +56,14 @@ def mla_prefill(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    shared: torch.Tensor | None = None,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
-    return mla_prefill_packed(
-        q, k, v, scale, lengths=(q.shape[0],), contexts=(k.shape[0],), shape=shape
-    )
+    check_prefill(q, k, v, shared)
+    span = {"lengths": (q.shape[0],), "contexts": (k.shape[0],)}
+    return mla_prefill_packed(q, k, v, scale, **span, shared=shared, shape=shape)
 
 
 def mla_prefill_packed(
@@ -71,7 +75,7 @@ def mla_prefill_packed(
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
     shared: torch.Tensor | None = None,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """Attend causally in several packed sequences, each behind a cached prefix or none.
 
@@ -114,7 +118,7 @@ def mla_prefill_latent(
     latent_width: int,
     scale: float,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
     if q.shape[-1] != context.shape[-1] or q.shape[0] > context.shape[0]:

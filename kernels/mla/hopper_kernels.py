@@ -45,7 +45,9 @@ def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
     o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(WIDTH // 64):
         piece = tile.slice(k * 64, 64, dim=1)
-        piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))
+        kept = gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0)
+        meet()
+        piece.store(kept)
     fence_async_shared()
     meet()
 
@@ -94,6 +96,12 @@ def one_side(
 
     Barriers ``landed``: this half of tile 0 and 1 of side 0, then of side 1. ``told``: side 0 has a
     maximum; side 1 has one, and probabilities; side 0 has probabilities; sums of 0; of 1.
+
+    Order: 0, 1 and 2 of ``told`` take turns. All four warps wait before they load, and meet between
+    their last access and the arrival or copy that lets the other side, or the copy engine, write
+    again: side 1 has read maximum 0 when it tells of its own, side 0 maximum 1 when it tells of its
+    probabilities. What threads store and products read is fenced by whoever stored it. The tests
+    take every one of these waits, meetings and fences away, and expect a race.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 2, 16])
@@ -153,6 +161,8 @@ def one_side(
             higher = gl.maximum(m_max.index(0).load(ROW), peak)
             p = gl.exp2(s * scale - higher[:, None])
             b_p = p.to(gl.bfloat16)
+            # By now all four warps have read the keys that the probabilities replace.
+            meet()
             m_max.index(1).store(higher)
             m_p.index(own).store(b_p)
             fence_async_shared()

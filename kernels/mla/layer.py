@@ -41,6 +41,21 @@ class DecodeOp(Protocol):
         """[B, H, R]."""
 
 
+class PrefillOp(Protocol):
+    """See :func:`k3vl.kernels.mla.mla_prefill`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        shared: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """[T, H, V]."""
+
+
 AbsorbOp: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """See :func:`k3vl.kernels.mla.mla_absorb`."""
 StoreOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], None]"
@@ -229,7 +244,7 @@ class ComposedMLA:
 
     mla_absorb: AbsorbOp
     mla_decode: DecodeOp
-    mla_prefill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    mla_prefill: PrefillOp
     mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
     mla_store: StoreOp
     mla_values: ValuesOp
@@ -284,8 +299,7 @@ class ComposedMLA:
         c, k_shared = context.split([latent, shared], dim=-1)
         expanded = (c @ kv_b.flatten(0, 1).mT).unflatten(-1, (heads, -1))
         k, v = expanded.split([nope, expanding - nope], dim=-1)
-        common = k_shared.unsqueeze(1).expand(-1, heads, -1)
-        out = self.mla_prefill(q, torch.cat([k, common], dim=-1), v, scale)
+        out = self.mla_prefill(q, k, v, scale, k_shared if shared else None)
         return self.mla_gate(out.flatten(1), gate)
 
 

@@ -9,9 +9,15 @@ from k3vl.kernels.rms_norm.reference import rms_norm_reference
 
 
 def mla_prefill_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
+    if shared is not None:
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, k.shape[1], -1)], dim=-1)
     queries, keys = q.shape[0], k.shape[0]
     mask = None
     if queries != keys:  # the first query already sees the cached prefix

@@ -89,7 +89,7 @@ def moe_experts(
     Args:
         x: [N, L].
         weights: [N, k] float32.
-        experts: [N, k] int64.
+        experts: [N, k] int64; a token's are different ones.
         stored: the layer's experts, in any form.
         activation: [N, 2 I] -> [N, I].
         norm: [L], weight of an RMSNorm of the sum; None for no norm.

@@ -13,6 +13,7 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 
@@ -264,7 +265,7 @@ def down_mxfp4_kernel(
 
 @triton.jit
 def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.constexpr,
-                   NORM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   NORM: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Sum of a token's K outputs by their weights, rounded, then RMSNorm; one program a token.
 
     y [N K, WIDTH]; weights [N, K] float32; norm [WIDTH]; out [N, WIDTH].
@@ -273,6 +274,8 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
+    if OVERLAP:
+        gdc_wait()
     for j in tl.static_range(K):  # in a loop a load would wait for the one before
         row = tl.load(y + (n * K + j) * WIDTH + o_d, live, 0).to(tl.float32)
         total += tl.load(weights + n * K + j) * row
@@ -347,8 +350,8 @@ def route_sorted_kernel(
 @triton.jit
 def plan_kernel(
     experts, order, tile_expert, tile_first, tile_end, tile_count, M,
-    PAIRS: tl.constexpr, E: tl.constexpr, NUM_WIDTHS: tl.constexpr, BY_PAIR: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    PAIRS: tl.constexpr, E: tl.constexpr, NUM_WIDTHS: tl.constexpr, NARROW: tl.constexpr,
+    BY_PAIR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``plan_experts`` for few pairs in one launch: a program does one expert's share.
 
@@ -374,24 +377,25 @@ def plan_kernel(
     every = tl.where(o_e < E, every, 0)
     for n in tl.static_range(NUM_WIDTHS):
         # The same rule for all experts, to know this one's place, and for this one.
-        all_tiles = _tiles_of(every, n)
+        all_tiles = _tiles_of(every, n, NARROW)
         tl.store(tile_count + n, tl.sum(all_tiles), tl.program_id(0) == 0)
         place = n * M + tl.sum(tl.where(o_e < e, all_tiles, 0))
         begins = start + _behind(count, n)
-        for i in range(_tiles_of(count, n)):
+        for i in range(_tiles_of(count, n, NARROW)):
             tl.store(tile_expert + place + i, e)
-            tl.store(tile_first + place + i, begins + i * 128)
+            tl.store(tile_first + place + i, begins + i * (NARROW if n == 0 else 128))
             tl.store(tile_end + place + i, start + count)
 
 
 @triton.jit
-def _tiles_of(count, NTH: tl.constexpr):
+def _tiles_of(count, NTH: tl.constexpr, NARROW: tl.constexpr):
     """``plan.tiles_of`` for the NTH of the five widths."""
     rest = count % 128
     full = count // 128
     joined = ((full > 0) & (rest > 0) & (rest <= 32)).to(tl.int32)
     if NTH == 0:
         tiles = ((full == 0) & (rest > 0) & (rest <= 16)).to(tl.int32)
+        tiles *= (rest + NARROW - 1) // NARROW
     elif NTH == 1:
         tiles = ((full == 0) & (rest > 16) & (rest <= 32)).to(tl.int32)
     elif NTH == 2:

@@ -23,8 +23,9 @@ from k3vl.kernels.moe.experts_kernel import (
     route_kernel,
     route_sorted_kernel,
 )
+from k3vl.kernels.moe.few import FewShapes, few_products
 from k3vl.kernels.moe.joined import can_join, joined_products
-from k3vl.kernels.moe.plan import FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
 from k3vl.kernels.weight import plain
@@ -95,12 +96,12 @@ def router_logits_gpu(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     return router_logits(x, router)
 
 
-def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
+def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
     """:func:`plan_experts`, in one launch where there are few pairs."""
-    pairs = experts.numel()
+    (tokens, top_k), pairs = experts.shape, experts.numel()
     if pairs > FEW_PAIRS:
-        return plan_experts(experts, num_experts)
-    bounds = most_tiles(pairs, num_experts)
+        return plan_experts(experts, num_experts, narrow)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow)
     longest = max(bounds.values(), default=0)
 
     def ints(*shape: int) -> torch.Tensor:
@@ -120,6 +121,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
         PAIRS=pairs,
         E=num_experts,
         NUM_WIDTHS=len(bounds),
+        NARROW=narrow,
         BY_PAIR=by_pair,
         BLOCK_P=max(16, triton.next_power_of_2(pairs)),
         BLOCK_E=triton.next_power_of_2(num_experts + 1),
@@ -127,7 +129,7 @@ def plan_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
     )
     tiles = {
         width: Tiles(expert=expert[i, : bounds[width]], first=first[i], end=end[i], count=counts[i])
-        for i, width in enumerate(WIDTHS)
+        for i, width in enumerate((narrow, *WIDTHS[1:]))
         if width in bounds
     }
     return ExpertPlan(order=order, tiles=tiles)
@@ -142,17 +144,24 @@ def moe_experts_mxfp4_gpu(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     products: Products | None = None,
+    few: FewShapes | None = None,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
     ``x`` is bfloat16 (any floating dtype in the interpreter). What a token gets does not depend on
     what the others are, only on how many there are and share its experts: that decides about widths
     of tiles and order of sums (float32). ``products`` None: by the number of pairs an expert.
+    ``few``: the products for few tokens, cut so.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
+        return out
+    if few is not None:
+        plan = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
+        outputs = few_products(x, plan, stored, activation, top_k, few)
+        _combine(outputs, weights, norm, eps, out, overlap=few.overlap)
         return out
     plan = plan_gpu(experts, stored.count)
     if products is None:
@@ -215,10 +224,14 @@ def _combine(
     norm: torch.Tensor | None,
     eps: float,
     out: torch.Tensor,
+    *,
+    overlap: bool = False,
 ) -> None:
+    """``overlap``: start while the launch before ends, which must have allowed it."""
     tokens, latent = out.shape
+    options = {"launch_pdl": True} if overlap else {}
     combine_kernel[(tokens,)](
         outputs, weights, norm, out, eps,
-        WIDTH=latent, K=weights.shape[1], NORM=norm is not None,
-        BLOCK=triton.next_power_of_2(latent), num_warps=8 if latent > 1024 else 4,
+        WIDTH=latent, K=weights.shape[1], NORM=norm is not None, OVERLAP=overlap,
+        BLOCK=triton.next_power_of_2(latent), num_warps=8 if latent > 1024 else 4, **options,
     )  # fmt: skip

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-FULL, JOINED = 128, 32
+FULL, JOINED, EIGHT = 128, 32, 8
 WIDTHS = (16, 32, 64, FULL, FULL + JOINED)
-"""Tile widths in pairs. Full tiles may be repeated, of the others an expert has at most one."""
+"""Tile widths in pairs. Full tiles may be repeated, of the others an expert has at most one.
+
+Where the first of them is EIGHT in place of 16, 9 to 16 pairs are two tiles.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,25 +56,29 @@ class ExpertPlan:
         return self.order, tiles.expert, tiles.first, tiles.end, tiles.count
 
 
-def most_tiles(pairs: int, experts: int) -> dict[int, int]:
-    """How many tiles of a width there can be; widths without any are missing."""
+def most_tiles(tokens: int, top_k: int, experts: int, narrow: int = 16) -> dict[int, int]:
+    """How many tiles of a width there can be; widths without any are missing.
+
+    A token's choices differ, so an expert has no more pairs than there are tokens.
+    """
+    pairs = tokens * top_k
     bounds = {
-        16: min(experts, pairs),
-        32: min(experts, pairs // 17),
-        64: min(experts, pairs // 33),
-        FULL: pairs // FULL + min(experts, pairs // 65),
-        FULL + JOINED: min(experts, pairs // (FULL + 1)),
+        narrow: (1, min(experts, pairs) + (min(experts, pairs // 9) if narrow < 16 else 0)),
+        32: (17, min(experts, pairs // 17)),
+        64: (33, min(experts, pairs // 33)),
+        FULL: (65, pairs // FULL + min(experts, pairs // 65)),
+        FULL + JOINED: (FULL + 1, min(experts, pairs // (FULL + 1))),
     }
-    return {width: bound for width, bound in bounds.items() if bound}
+    return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
-def tiles_of(counts: torch.Tensor) -> dict[int, torch.Tensor]:
+def tiles_of(counts: torch.Tensor, narrow: int = 16) -> dict[int, torch.Tensor]:
     """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
     full, rest = counts // FULL, counts % FULL
     joined = (full > 0) & (rest > 0) & (rest <= JOINED)
     alone = ~joined
     return {
-        16: (alone & (rest > 0) & (rest <= 16)).to(counts),
+        narrow: (alone & (rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow),
         32: (alone & (rest > 16) & (rest <= 32)).to(counts),
         64: ((rest > 32) & (rest <= 64)).to(counts),
         FULL: full - joined.to(counts) + (rest > 64).to(counts),
@@ -79,12 +86,13 @@ def tiles_of(counts: torch.Tensor) -> dict[int, torch.Tensor]:
     }
 
 
-def plan_experts(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
+def plan_experts(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
     Args:
-        experts: [N, k] integer indices.
+        experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
+        narrow: width of the first kind of tiles, 16 or EIGHT.
 
     Returns:
         The plan, on the device of ``experts``; nothing waits for the device.
@@ -94,9 +102,10 @@ def plan_experts(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
     every = torch.arange(num_experts + 1, device=flat.device)
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
-    bounds = most_tiles(flat.numel(), num_experts)
+    tokens, top_k = experts.shape
+    bounds = most_tiles(tokens, top_k, num_experts, narrow)
     tiles = {}
-    for width, needed in tiles_of(counts).items():
+    for width, needed in tiles_of(counts, narrow).items():
         if width not in bounds:
             continue
         ends = needed.cumsum(0)
@@ -104,7 +113,11 @@ def plan_experts(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
         expert = torch.searchsorted(ends, at, right=True).clamp_(max=num_experts - 1)
         nth = at - (ends - needed)[expert]
         full = counts[expert] // FULL
-        behind = {FULL: nth * FULL, FULL + JOINED: (full - 1) * FULL}.get(width, full * FULL)
+        behind = {
+            EIGHT: nth * EIGHT,
+            FULL: nth * FULL,
+            FULL + JOINED: (full - 1) * FULL,
+        }.get(width, full * FULL)
         first = offsets[expert] + behind
         tiles[width] = Tiles(
             expert=expert.int(),

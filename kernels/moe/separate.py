@@ -73,26 +73,57 @@ def separate_products(
     Returns:
         [N k, L] by pair, in the dtype of ``x``.
     """
-    latent, inner = stored.latent, stored.inner
     pairs = x.shape[0] * top_k
+    hidden = x.new_empty(pairs, stored.inner)
+    outputs = x.new_empty(pairs, stored.latent)
+    separate_gate_up(x, plan, stored, activation, top_k, hidden, gate_up)
+    separate_down(hidden, plan, stored, outputs, down)
+    return outputs
+
+
+def separate_gate_up(
+    x: torch.Tensor,
+    plan: ExpertPlan,
+    stored: Mxfp4Experts,
+    activation: GatedActivation,
+    top_k: int,
+    hidden: torch.Tensor,
+    shapes: Mapping[int, Block] = GATE_UP,
+) -> None:
+    """Fill the rows of ``hidden`` [N k, I] that belong to the plan's tiles, in sorted order."""
+    if not plan.tiles:
+        return
+    latent, inner = stored.latent, stored.inner
     split = x.unflatten(1, (-1, 8)).transpose(1, 2).contiguous()
-    hidden = x.new_empty(pairs, inner)
-    outputs = x.new_empty(pairs, latent)
-    packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
-        grid, shape = _packed_shape(gate_up[width], width, inner, latent)
+        grid, shape = _packed_shape(shapes[width], width, inner, latent)
         gate_up_mxfp4_kernel[(grid, tiles.expert.numel())](
             split, stored.w13, stored.w13_scale, *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
-            PACKED=packed, **shape,
+            PACKED=_packed(x), **shape,
         )  # fmt: skip
+
+
+def separate_down(
+    hidden: torch.Tensor,
+    plan: ExpertPlan,
+    stored: Mxfp4Experts,
+    outputs: torch.Tensor,
+    shapes: Mapping[int, Block] = DOWN,
+) -> None:
+    """Fill the rows of ``outputs`` [N k, L], by pair, that belong to the plan's tiles."""
+    latent, inner = stored.latent, stored.inner
     for width, tiles in plan.tiles.items():
-        grid, shape = _packed_shape(down[width], width, latent, inner)
+        grid, shape = _packed_shape(shapes[width], width, latent, inner)
         down_mxfp4_kernel[(grid, tiles.expert.numel())](
             hidden, stored.w2, stored.w2_scale, *plan.lists(width), outputs,
-            INNER=inner, WIDTH=latent, PACKED=packed, **shape,
+            INNER=inner, WIDTH=latent, PACKED=_packed(hidden), **shape,
         )  # fmt: skip
-    return outputs
+
+
+def _packed(x: torch.Tensor) -> bool:
+    """Whether codes are decoded by machine code."""
+    return x.dtype == torch.bfloat16 and x.is_cuda
 
 
 def _packed_shape(

@@ -1,7 +1,8 @@
-"""RMSNorm on a CUDA device, in one launch; imported only where Triton runs."""
-# mypy: disable-error-code="no-untyped-call"
+"""RMSNorm on a CUDA device: one launch, statistics in registers."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,17 +12,73 @@ from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.rms_norm.norm_kernel import rms_norm_kernel
 
 
-def rms_norm_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """:func:`k3vl.kernels.rms_norm.rms_norm`; plain PyTorch takes four launches in 16 bits."""
-    if x.shape[-1:] != weight.shape:
-        raise ShapeError(f"rms_norm: x {tuple(x.shape)} and weight {tuple(weight.shape)}")
-    d = weight.shape[0]
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, d).contiguous()
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        early, block = begins_early(x), triton.next_power_of_2(d)
-        rms_norm_kernel[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), eps, D=d, BLOCK=block, PDL=early,
-            num_warps=1 if block <= 512 else 4 if block <= 4096 else 8, launch_pdl=early,
-        )  # fmt: skip
-    return out.view(x.shape)
+class NormShape(NamedTuple):
+    """Rows of a program, and its warps."""
+
+    rows: int
+    warps: int
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, shape: NormShape | None = None
+) -> torch.Tensor:
+    """See :func:`k3vl.kernels.rms_norm.rms_norm`."""
+    return _launch(x, None, weight, eps, shape)[1]
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    shape: NormShape | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of [..., D] ``x`` and ``delta`` in their dtype, and its norm."""
+    return _launch(x, delta, weight, eps, shape)
+
+
+def _launch(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    shape: NormShape | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum, or ``x`` itself, and the norm."""
+    if x.shape[-1:] != weight.shape or (delta is not None and delta.shape != x.shape):
+        other = "" if delta is None else f", delta {tuple(delta.shape)}"
+        raise ShapeError(f"rms_norm: x {tuple(x.shape)}{other} and weight {tuple(weight.shape)}")
+    width = weight.shape[0]
+    rows = _rows(x, width)
+    added = rows if delta is None else _rows(delta, width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    layout = shape or (NormShape(4, 4) if width <= 2048 else NormShape(1, 8))
+    early = begins_early(x)
+    if rows.shape[0]:
+        rms_norm_kernel[(triton.cdiv(rows.shape[0], layout.rows),)](
+            rows,
+            added,
+            weight,
+            total,
+            out,
+            rows.shape[0],
+            rows.stride(0),
+            added.stride(0),
+            eps,
+            D=width,
+            BD=triton.next_power_of_2(width),
+            BR=layout.rows,
+            ADDS=delta is not None,
+            PDL=early,
+            num_warps=layout.warps,
+            launch_pdl=early,
+        )
+    return total, out
+
+
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """[N, D] with contiguous rows."""
+    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    return rows if rows.stride(1) == 1 else rows.contiguous()

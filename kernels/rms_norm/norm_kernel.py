@@ -1,4 +1,4 @@
-"""RMSNorm as one Triton kernel."""
+"""RMSNorm of whole rows as one Triton kernel, with or without a sum before it."""
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -10,15 +10,23 @@ from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, out, s_x, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, delta, weight, total, out, rows, s_x, s_delta, eps, D: tl.constexpr, BD: tl.constexpr,
+    BR: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """BR rows of ``x``, or of ``x + delta``, which is then kept in ``total`` as it is rounded."""
     let_next_begin(PDL)
     wait_for_inputs(PDL)
-    i_n = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BLOCK)
-    inside = o_d < D
-    wide = tl.load(x + i_n * s_x + o_d, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + o_d, mask=inside, other=0.0).to(tl.float32)
-    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * scale
-    tl.store(out + i_n * D + o_d, y.to(out.dtype.element_ty), mask=inside)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
+    live = (o_r < rows)[:, None] & (o_d < D)[None, :]
+    row = o_r.to(tl.int64)[:, None]
+    b_x = tl.load(x + row * s_x + o_d[None, :], mask=live, other=0.0)
+    if ADDS:
+        b_delta = tl.load(delta + row * s_delta + o_d[None, :], mask=live, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_delta.to(tl.float32)).to(b_x.dtype)
+        tl.store(total + row * D + o_d[None, :], b_x, mask=live)
+    b_w = tl.load(weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_x = b_x.to(tl.float32)
+    by = 1 / tl.sqrt_rn(tl.sum(b_x * b_x, 1) / D + eps)
+    normed = b_x * by[:, None] * b_w[None, :]
+    tl.store(out + row * D + o_d[None, :], normed.to(out.dtype.element_ty), mask=live)

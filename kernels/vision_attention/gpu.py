@@ -10,6 +10,7 @@ from k3vl.kernels.flash import FlashShape, flash
 if TYPE_CHECKING:
     import torch
 
+    from k3vl.kernels.flash_hopper import HopperFlash
     from k3vl.kernels.packed import Packed
 
 
@@ -19,7 +20,7 @@ def vision_attention(
     v: torch.Tensor,
     items: Packed,
     *,
-    shape: FlashShape | None = None,
+    shape: FlashShape | HopperFlash | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
     lengths = items.lengths

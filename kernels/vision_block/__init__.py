@@ -48,7 +48,7 @@ class VisionBlockOp(Protocol):
     """Advance the patches of several items by one block.
 
     Args:
-        x: [P, D]; items follow one another.
+        x: [P, D]; items follow one another. Its memory may become the result's.
         weights: of the block.
         rotary: [P, K / 2] complex64; see :func:`k3vl.kernels.vision_pos.rotary_table`.
         items: patches of every item; they add up to P.

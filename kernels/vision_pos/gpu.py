@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -9,22 +11,51 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.vision_pos.rotate_kernel import rotate_kernel
 
 
-def rotate(x: torch.Tensor, table: torch.Tensor, *, warps: int = 4) -> torch.Tensor:
+class RotateShape(NamedTuple):
+    """Patches and heads of a program, and its warps."""
+
+    patches: int
+    heads: int
+    warps: int
+
+
+def rotate(
+    x: torch.Tensor, table: torch.Tensor, *, shape: RotateShape | None = None
+) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_pos.rotate`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, table, out, shape)
+    return out
+
+
+def rotate_in_place(
+    x: torch.Tensor, table: torch.Tensor, *, shape: RotateShape | None = None
+) -> None:
+    """As :func:`rotate`, into the memory of ``x``."""
+    _launch(x, table, x, shape)
+
+
+def _launch(
+    x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, shape: RotateShape | None
+) -> None:
     fits = x.ndim == 3 and x.shape[2] >= 4 and not x.shape[2] & (x.shape[2] - 1)
     if not fits or tuple(table.shape) != (x.shape[0], x.shape[2] // 2) or x.stride(2) != 1:
         raise ShapeError(f"rotate: x {tuple(x.shape)}, table {tuple(table.shape)}")
     patches, heads, width = x.shape
-    out = torch.empty(patches, heads, width, dtype=x.dtype, device=x.device)
-    if patches:
-        rotate_kernel[(patches,)](
-            x,
-            torch.view_as_real(table).contiguous(),
-            out,
-            *x.stride()[:2],
-            heads,
-            K=width,
-            BH=triton.next_power_of_2(heads),
-            num_warps=warps,
-        )
-    return out
+    if not patches:
+        return
+    layout = shape or RotateShape(4, min(8, triton.next_power_of_2(heads)), 4)
+    grid = (triton.cdiv(patches, layout.patches), triton.cdiv(heads, layout.heads))
+    rotate_kernel[grid](
+        x,
+        torch.view_as_real(table).contiguous(),
+        out,
+        patches,
+        heads,
+        *x.stride()[:2],
+        *out.stride()[:2],
+        K=width,
+        BP=layout.patches,
+        BH=layout.heads,
+        num_warps=layout.warps,
+    )

@@ -25,6 +25,7 @@ from k3vl.types import (
     TextPart,
 )
 from k3vl.vision.inspect import kind_of
+from tests.e2e import heldout_answers
 from tests.vision.files import noise
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -212,6 +213,18 @@ def test_the_package_measures_itself() -> None:
     value, blank = (float(cell.split("%")[0].split()[-1]) for cell in row.split(" % ")[:2])
     assert value > 90
     assert blank <= 75, "mostly No: a grey picture shows nothing"
+
+
+def test_answers_to_held_out_questions_are_the_recorded_ones(demo) -> None:
+    """What ``-m gpu`` holds a GPU to is what a CPU says; a part of it here."""
+    want = heldout_answers.recorded()
+    assert len(want) == heldout_answers.COUNT
+    got = heldout_answers.ask(demo, heldout_answers.questions()[::25], in_flight=8)
+    assert len(got) == 8
+    assert heldout_answers.differences(demo, got, want) == []
+    key = min(got)
+    other = {**got, key: (*got[key], 0)}
+    assert len(heldout_answers.differences(demo, other, want)) == 1
 
 
 def test_confidence_is_told_with_log_probabilities(demo) -> None:

@@ -2,77 +2,101 @@
 
 What is asynchronous happens as late as it may, and until then nobody may rely on it: a copy leaves
 NaN in its target until somebody waits for its barrier, and a product reads its operands only when
-it is waited for. Warp groups are threads that meet at barriers alone, and are held up at random.
-What depends on the order of warps inside a group, or on layouts, this cannot show.
+it is waited for, each after those that its group began before. Warp groups are threads that meet at
+barriers alone, and are held up at random. Where a launch asks for it, every access of shared memory
+has to be ordered by barriers, whatever came first (``ordering.py``). What else depends on the order
+of warps inside a group, or on layouts, this cannot show. Machine code runs on an imitation of its
+instructions (``ptx_lanes_on_cpu.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.language import constexpr
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+from tests.kernels.ordering import Cell, Clock, Group, become, group
+from tests.kernels.pointers_on_cpu import Pointer
+from tests.kernels.ptx_lanes_on_cpu import run_ptx, signed
 
 PATIENCE = 20.0
 """Seconds until a wait counts as a deadlock."""
 
+GARBAGE = 0x2AAAAAAA
+"""In memory of whole numbers that nobody has written to."""
+
 _meeting = threading.Condition()
-
-
-class Pointer:
-    """An address, or a block of them, in the memory of a tensor."""
-
-    def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
-        self.tensor, self.at = tensor, at
-        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.tensor, self.at + offset)
-
-    def cells(self, mask: Any) -> tuple[torch.Tensor, Any, Any]:
-        """All memory in a row, indices into it, and which of them count."""
-        flat = torch.as_strided(
-            self.tensor, (self.tensor.untyped_storage().nbytes() // self.tensor.itemsize,), (1,), 0
-        )
-        at = torch.as_tensor(self.at) + self.tensor.storage_offset()
-        live = torch.as_tensor(True if mask is None else mask).expand(at.shape)
-        assert ((at >= 0) & (at < len(flat)) | ~live).all(), "outside of the tensor's memory"
-        return flat, torch.where(live, at, 0), live
+_failed = threading.Event()
+"""A warp group has ended with an error: nobody waits for it any more."""
+_mine = threading.local()
+"""Of a group of warps: ``products`` under way, in the order in which they end."""
 
 
 class Shared:
-    """Shared memory, or a part of it."""
+    """Shared memory, or a part of it; order is kept for every index of the whole."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, cells: list[Cell]) -> None:
+        self.tensor, self.cells = tensor, cells
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.tensor[int(i)])
+        return Shared(self.tensor[int(i)], self.cells[int(i) :][:1])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.tensor.narrow(dim, start, length))
+        return Shared(self.tensor.narrow(dim, start, length), self.cells)
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.tensor.permute(order))
+        return Shared(self.tensor.permute(order), self.cells)
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.tensor.view(shape), self.cells)
 
     def load(self, _layout: Any) -> torch.Tensor:
-        return self.tensor.clone()
+        with _meeting:
+            if one := group():
+                for cell in self.cells:
+                    cell.load(one)
+            return self.tensor.clone()
 
     def store(self, value: torch.Tensor) -> None:
         assert value.dtype == self.tensor.dtype
         assert value.shape == self.tensor.shape
-        self.tensor.copy_(value)
+        with _meeting:
+            if one := group():
+                for cell in self.cells:
+                    cell.store(one)
+            self.tensor.copy_(value)
 
 
 class Product:
-    """A matrix product under way."""
+    """A matrix product under way; its group remembers it until it is waited for."""
 
     def __init__(self, a: Any, b: Shared, c: Any, *, add: bool) -> None:
         self.a, self.b, self.c, self.add = a, b, c, add
         self.done: torch.Tensor | None = None
+        self.cells = [cell for x in (a, b) if isinstance(x, Shared) for cell in x.cells]
+        with _meeting:
+            if one := group():
+                for cell in self.cells:
+                    cell.begin_product(one)
+
+    def end(self) -> torch.Tensor:
+        """Of the group that began it, which has waited for it."""
+        value = self.value()
+        with _meeting:
+            if one := group():
+                now = one.tick()
+                for cell in self.cells:
+                    cell.end_product(now)
+        return value
 
     def value(self) -> torch.Tensor:
         if self.done is None:
@@ -84,15 +108,18 @@ class Product:
 
 
 class Descriptor:
-    """Of blocks of a matrix; outside of it they have zeros."""
+    """Of blocks of a tensor; outside of it they have zeros."""
 
-    def __init__(self, tensor: torch.Tensor, block: tuple[int, int]) -> None:
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
         self.tensor, self.block = tensor, block
 
-    def read(self, row: int, column: int) -> torch.Tensor:
+    def read(self, *begins: int) -> torch.Tensor:
         whole = torch.zeros(self.block, dtype=self.tensor.dtype)
-        part = self.tensor[row : row + self.block[0], column : column + self.block[1]]
-        whole[: part.shape[0], : part.shape[1]] = part
+        part = self.tensor
+        for axis, (begin, size) in enumerate(zip(begins, self.block, strict=True)):
+            end = part.shape[axis]
+            part = part.narrow(axis, min(begin, end), min(size, max(end - begin, 0)))
+        whole[tuple(slice(size) for size in part.shape)] = part
         return whole
 
 
@@ -101,7 +128,10 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.phase = self.bytes = 0
-        self.copies: list[tuple[Shared, torch.Tensor]] = []
+        self.copies: list[tuple[Shared, torch.Tensor, Clock]] = []
+        # What those knew who have arrived in this phase, and in the last.
+        self.coming: Clock = Clock()
+        self.told: Clock = Clock()
 
     def change(self, *, arrived: int = 0, expected: int = 0) -> None:
         self.missing -= arrived
@@ -110,13 +140,15 @@ class Barrier:
         if not self.missing and not self.bytes:
             self.phase ^= 1
             self.missing = self.count
+            self.told, self.coming = self.coming, Clock()
             _meeting.notify_all()
 
     def passed(self, phase: int) -> bool:
         """Whether the phase is over, now that all copies of this moment have been made."""
-        for target, block in self.copies:
+        for target, block, told in self.copies:
             target.tensor.copy_(block)
-        size = sum(block.nbytes for _, block in self.copies)
+            self.coming |= told
+        size = sum(block.nbytes for _, block, _ in self.copies)
         self.copies = []
         if size:
             self.change(expected=-size)
@@ -137,14 +169,20 @@ class _Language(ModuleType):
     int32, int64 = torch.int32, torch.int64
     float32, bfloat16 = torch.float32, torch.bfloat16
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
+    exp, log = staticmethod(torch.exp), staticmethod(torch.log)
+    abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
+    reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
     static_range = range
 
-    def __init__(self, program: tuple[int, ...]) -> None:
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
         super().__init__("gl")
-        self.program = program
+        self.program, self.grid = program, grid
 
     def program_id(self, axis: int) -> torch.Tensor:
         return torch.tensor(self.program[axis], dtype=torch.int32)
+
+    def num_programs(self, axis: int) -> int:
+        return self.grid[axis]
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout") or name == "constexpr":
@@ -175,11 +213,21 @@ class _Language(ModuleType):
     def zeros(shape: list[int], dtype: torch.dtype, _layout: Any) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    where = staticmethod(torch.where)
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+        return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
+
+    @staticmethod
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.unbind(-1)
 
     @staticmethod
     def max(x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.amax(axis)
+
+    @staticmethod
+    def min(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.amin(axis)
 
     @staticmethod
     def sum(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -190,39 +238,119 @@ class _Language(ModuleType):
         return x
 
     @staticmethod
-    def load(at: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
+    def load(
+        at: Pointer,
+        mask: Any = None,
+        other: float = 0.0,
+        cache_modifier: str = "",
+        volatile: bool = False,
+    ) -> torch.Tensor:
         flat, where, live = at.cells(mask)
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
 
     @staticmethod
-    def store(at: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+    def store(at: Pointer, value: torch.Tensor, mask: Any = None, cache_modifier: str = "") -> None:
         flat, where, live = at.cells(mask)
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
+
+    broadcast = staticmethod(torch.broadcast_tensors)
+
+    @staticmethod
+    def inline_asm_elementwise(
+        code: Any,
+        constraints: Any,
+        args: list[Any],
+        *,
+        dtype: torch.dtype,
+        is_pure: bool,
+        pack: int,
+    ) -> torch.Tensor | None:
+        """Every row of [threads, pack] is a thread's; what controls a launch or a cache is left."""
+        text, kinds = (getattr(x, "value", x) for x in (code, constraints))
+        if not is_pure:
+            return None
+        assert all(x.shape[1] == pack for x in args)
+        registers = [x[:, i] for x in args for i in range(pack)]
+        assert [kind[0] for kind in kinds.split(",")].count("=") == pack
+        assert len(kinds.split(",")) == pack + len(registers)
+        bits = (x if x.dtype == torch.float32 else x.long() & 0xFFFFFFFF for x in registers)
+        got = run_ptx(text, dict(enumerate(bits, pack)))
+        out = torch.stack([got[f"${i}"] for i in range(pack)], 1)
+        return out if dtype == torch.float32 else signed(out)
 
     @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
         if dtype == torch.int64:
             return Barriers(shape[0])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        room = torch.empty(shape, dtype=dtype)
+        cells = [Cell(f"{dtype} {shape}, part {i}") for i in range(shape[0])]
+        return Shared(room.fill_(float("nan") if dtype.is_floating_point else GARBAGE), cells)
 
     @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
         failures: list[BaseException] = []
+        parent = group()
+        if parent:
+            parent.meet()
 
-        def work(function: Any, args: tuple[Any, ...]) -> None:
+        def work(number: int, function: Any, args: tuple[Any, ...]) -> None:
+            known = parent and parent.clocks[parent.first]
+            become(Group(f"group {number}", known) if parent else None)
             try:
                 function(*args)
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 failures.append(error)
+                with _meeting:
+                    _failed.set()
+                    _meeting.notify_all()
 
-        threads = [threading.Thread(target=work, args=group) for group in groups]
+        threads = [
+            threading.Thread(target=work, args=(number, *one)) for number, one in enumerate(groups)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if failures:
             raise failures[0]
+
+
+class _Copies:
+    """A program's copies to shared memory by its threads, done when their group is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Shared, torch.Tensor]] = []
+        self.groups: list[list[tuple[Shared, torch.Tensor]]] = []
+
+    def begin(
+        self, target: Shared, at: Pointer, mask: Any = None, cache_modifier: str = ""
+    ) -> None:
+        block = _Language.load(at, mask, GARBAGE)
+        target.store(torch.full_like(block, GARBAGE))
+        self.begun.append((target, block))
+
+    def commit(self) -> None:
+        self.groups.append(self.begun)
+        self.begun = []
+
+    def wait(self, outstanding: int) -> None:
+        done, self.groups = self.groups[: -outstanding or None], self.groups[-outstanding:]
+        if not outstanding:
+            self.groups = []
+        for target, block in (copy for several in done for copy in several):
+            target.store(block)
+
+
+class _OfTriton:
+    """Of ``triton.language`` what functions of it use that Gluon kernels call."""
+
+    PropagateNan = SimpleNamespace(ALL=None)
+    exp = staticmethod(torch.exp)
+
+    @staticmethod
+    def minimum(a: torch.Tensor, b: float, _nan: None) -> torch.Tensor:
+        return torch.minimum(a, torch.tensor(b))
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -232,20 +360,32 @@ def _init(barrier: Barrier, count: int) -> None:
 def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
     if pred:
         with _meeting:
+            _tell(barrier)
             barrier.change(expected=size)
             barrier.change(arrived=1)
 
 
-def _arrive(barrier: Barrier, count: int) -> None:
+def _arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
     time.sleep(random.choice((0, 0, 1e-3)))
-    with _meeting:
-        barrier.change(arrived=count)
+    if pred:
+        with _meeting:
+            _tell(barrier)
+            barrier.change(arrived=count)
+
+
+def _tell(barrier: Barrier) -> None:
+    if one := group():
+        barrier.coming |= one.tells()
 
 
 def _wait(barrier: Barrier, phase: Any) -> None:
     time.sleep(random.choice((0, 0, 1e-3)))
     with _meeting:
-        assert _meeting.wait_for(lambda: barrier.passed(int(phase)), PATIENCE), "nobody came"
+        passed = _meeting.wait_for(lambda: _failed.is_set() or barrier.passed(int(phase)), PATIENCE)
+        assert passed, "nobody came"
+        assert not _failed.is_set(), "another group has failed"
+        if one := group():
+            one.learn(barrier.told)
 
 
 def _copy(
@@ -255,46 +395,94 @@ def _copy(
         assert target.tensor.shape == source.block
         block = source.read(*(int(x) for x in at))
         with _meeting:
+            told: Clock = Clock()
+            if one := group():
+                for cell in target.cells:
+                    told |= cell.copy(one)
             target.tensor.fill_(float("nan"))
-            barrier.copies.append((target, block))
+            barrier.copies.append((target, block, told))
             _meeting.notify_all()
+
+
+def _pause(rounds: int) -> None:
+    time.sleep(1e-3)
+    assert rounds < PATIENCE * 1e3, "nobody set the flag"
 
 
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
-    return product if is_async else product.value()
+    if not is_async:
+        return product.end()
+    _mine.__dict__.setdefault("products", []).append(product)
+    return product
 
 
 def _finish(outstanding: int, deps: list[Product]) -> Any:
-    assert not outstanding, "which of the products are done is not known here"
+    under_way = _mine.__dict__.setdefault("products", [])
+    while len(under_way) > outstanding:
+        under_way.pop(0).end()
+    assert all(product.done is not None for product in deps), "a product that may not be done"
     values = tuple(product.value() for product in deps)
     return values[0] if len(values) == 1 else values
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+def _meet() -> None:
+    if one := group():
+        one.meet()
+
+
+def _fence() -> None:
+    with _meeting:
+        if one := group():
+            one.fence()
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    stand_ins: Mapping[str, Any] | None = None,
+    ordered: bool = False,
+    **constants: Any,
+) -> None:
     """Run ``kernel`` for every program of ``grid``, one after another.
 
-    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks.
+    Tensors become pointers; :class:`Descriptor` stands for descriptors of blocks, ``stand_ins`` for
+    the kernel's helpers in machine language, by name. ``ordered``: the order of all accesses of
+    shared memory is checked.
     """
-    scope = kernel.fn.__globals__
+    scope = {
+        name: value.value if isinstance(value, constexpr) else value
+        for name, value in kernel.fn.__globals__.items()
+    }
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
-    for x in range(grid[0]):
-        for y in range(grid[1]):
-            for z in range(grid[2]):
-                names = {
-                    **scope,
-                    "gl": _Language((x, y, z)),
-                    "mbarrier": SimpleNamespace(
-                        init=_init, expect=_expect, arrive=_arrive, wait=_wait,
-                        MBarrierLayout=lambda: None,
-                    ),
-                    "begin_copy": _copy,
-                    "meet": lambda: None,
-                    "fence_async_shared": lambda: None,
-                    "warpgroup_mma": _product,
-                    "warpgroup_mma_wait": _finish,
-                }  # fmt: skip
-                for name, value in scope.items():
-                    if isinstance(getattr(value, "fn", None), FunctionType):
-                        names[name] = FunctionType(value.fn.__code__, names, name)
-                names[kernel.fn.__name__](*pointers, **constants)
+    for program in itertools.product(*(range(size) for size in grid)):
+        copies = _Copies()
+        _failed.clear()
+        become(Group("all") if ordered else None)
+        names = {
+            **scope,
+            "gl": _Language(program, grid),
+            "mbarrier": SimpleNamespace(
+                init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: None
+            ),
+            "begin_copy": _copy,
+            "meet": _meet,
+            "fence_async_shared": _fence,
+            "see_what_others_wrote": lambda: None,
+            "let_next_launch_begin": lambda: None,
+            "pause": _pause,
+            "widen": lambda x: x.float(),
+            "reciprocal": lambda x: 1 / x,
+            "warpgroup_mma": _product,
+            "warpgroup_mma_wait": _finish,
+            "tl": _OfTriton,
+            "async_copy_global_to_shared": copies.begin,
+            "commit_group": copies.commit,
+            "wait_group": copies.wait,
+        }
+        for name, value in scope.items():
+            if isinstance(getattr(value, "fn", None), FunctionType) and names[name] is value:
+                names[name] = FunctionType(value.fn.__code__, names, name)
+        names.update(stand_ins or {})
+        names[kernel.fn.__name__](*pointers, **constants)

@@ -1,6 +1,7 @@
 """The expert kernels against float64; started by ``test_moe.py`` in its own process.
 
-Triton decides between compiler and interpreter when it is imported. Usage: moe_check.py DEVICE
+Triton decides between compiler and interpreter when it is imported. "small" leaves out what
+is large, or recorded. Usage: moe_check.py DEVICE [small]
 """
 
 import sys
@@ -13,6 +14,7 @@ from k3vl.kernels.choice import triton_kernels
 from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.experts import FloatExperts
+from k3vl.kernels.moe.few import FewShapes, can_take
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
     moe_experts_gpu,
@@ -24,7 +26,7 @@ from k3vl.kernels.moe.gpu import (
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import plan_experts
+from k3vl.kernels.moe.plan import EIGHT, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -70,7 +72,12 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
 
 
 def check_plan(experts: torch.Tensor, count: int) -> None:
-    got, want = plan_gpu(experts, count), plan_experts(experts, count)
+    for narrow in (16, EIGHT):
+        check_plan_with(experts, count, narrow)
+
+
+def check_plan_with(experts: torch.Tensor, count: int, narrow: int) -> None:
+    got, want = plan_gpu(experts, count, narrow), plan_experts(experts, count, narrow)
     assert torch.equal(got.order, want.order), "plan: order"
     assert set(got.tiles) == set(want.tiles)
     for width, tiles in want.tiles.items():
@@ -113,6 +120,12 @@ def check_experts(
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
+    if ON_GPU and can_take(packed, FewShapes()):
+        for overlap in (True, False):
+            cut = FewShapes(overlap=overlap)
+            want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
+            got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm, 1e-5, few=cut)
+            close(f"few, overlap {overlap}, {what}", got, want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
@@ -186,7 +199,7 @@ check_experts(300, (4, 32, 32), 1, False, SITU)
 check_experts(3, (5, 128, 384), 2, False, SITU)
 check_experts(40, (3, 256, 128), 2, True, SiluGLU())
 check_experts(150, (2, 128, 256), 1, True, SITU)
-if ON_GPU:
+if ON_GPU and "small" not in sys.argv[2:]:
     check_beside()
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)

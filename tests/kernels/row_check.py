@@ -15,7 +15,7 @@ from k3vl.kernels.linear.gpu import RowShape, front_gpu, glu_linear_gpu, linear_
 from k3vl.kernels.mla.gpu import mla_absorb, mla_gate
 from k3vl.kernels.mla.reference import mla_absorb_reference
 from k3vl.kernels.recording import GraphRunner
-from k3vl.kernels.rms_norm.gpu import rms_norm_gpu
+from k3vl.kernels.rms_norm.gpu import rms_norm as rms_norm_gpu
 from k3vl.kernels.rms_norm.reference import rms_norm_reference
 from k3vl.kernels.situ import SiluGLU, SituGLU
 

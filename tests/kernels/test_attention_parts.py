@@ -135,6 +135,11 @@ def test_mla_prefill_is_causal_behind_a_prefix(queries: int, keys: int) -> None:
         scores[:, t, keys - queries + t + 1 :] = float("-inf")
     want = torch.einsum("htl,lhv->thv", scores.softmax(-1), v.double())
     assert relative_error(mla_prefill(q, k, v, scale), want) < 1e-6
+    shared = k[:, 0, 4:]
+    k[..., 4:] = shared.unsqueeze(1)
+    assert torch.equal(mla_prefill(q, k[..., :4], v, scale, shared), mla_prefill(q, k, v, scale))
+    with pytest.raises(ShapeError, match=rf"shared \({keys}, 1\)"):
+        mla_prefill(q, k[..., :4], v, scale, shared[:, :1])
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 7), (3, 7), (7, 8)])

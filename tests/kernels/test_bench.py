@@ -17,6 +17,7 @@ import k3vl.kernels.bench.__main__ as bench
 from k3vl.config import parse_config
 from k3vl.kernels.bench import kda_cases, peers, sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work
+from k3vl.kernels.bench.parts import Part, summarise, table
 from k3vl.kernels.bench.sglang_kda import _Pool
 from k3vl.kernels.bench.sglang_moe import repacked_once
 from k3vl.kernels.bench.timing import Ceilings, Timing
@@ -195,3 +196,43 @@ def test_the_measured_tower_is_whole() -> None:
     rows = encode(torch.randn(24, 3, 14, 14), [(1, 4, 6)])
     assert rows.shape == (6, config.text_hidden_size)
     assert rows.isfinite().all()
+
+
+def test_a_profile_counts_equal_launches_of_a_call() -> None:
+    def ran(name: str, begin: float, took: float, *grid: int) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": begin, "dur": took, "args": {"grid": grid}}
+
+    events = [
+        ran("void at::native::spin_kernel(long)", 0, 90, 1, 1, 1),
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 50},
+        ran("flash", 108, 8, 2, 1, 1),  # the trace is not in order
+        ran("norm", 100, 2, 4, 1, 1),
+        {"cat": "gpu_memset", "name": "Memset", "ts": 101, "dur": 3},  # beside it
+        ran("flash", 130, 10, 2, 1, 1),
+        ran("flash", 140, 1, 3, 1, 1),
+    ]
+    found = summarise(events, 2)
+    assert found.parts == (
+        Part(name="flash", grid="2x1x1", count=1, total=9),
+        Part(name="Memset", grid="", count=0.5, total=1.5),
+        Part(name="norm", grid="4x1x1", count=0.5, total=1),
+        Part(name="flash", grid="3x1x1", count=0.5, total=0.5),
+    )
+    assert (found.span, found.idle) == (20.5, (4 + 14) / 2)
+    first, *lines = table(found, rows=2)
+    assert "20 us from the first of 2.5 launches to the last's end, nothing running 9" in first
+    assert "9.0 us  43.9%     1 x     9.00  flash 2x1x1" in lines[0]
+    assert "1.5 us   7.3%     1 x     1.50  2 others" in lines[-1]
+
+
+def test_profiles_are_printed_where_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = summarise([{"cat": "kernel", "name": "only", "ts": 0, "dur": 7}], 1)
+    monkeypatch.setattr(bench, "profile_call", lambda work: found)
+    case = Case(
+        op="add", shape="4", ours=lambda: OURS, want=None, limit=1e-6, bytes=32, flops=4
+    )  # fmt: skip
+    for wanted in (True, False):
+        bench.run(case, CEILINGS, variants=False, peers=False, profiles=wanted)
+        assert ("x     7.00  only" in capsys.readouterr().out) is wanted

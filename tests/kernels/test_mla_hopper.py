@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +46,7 @@ def test_kernel_is_its_reference(splits: int) -> None:
 
     def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
         described = (Descriptor(matrix, tuple(block)) for block in blocks)
-        launch(kernel, grid, *described, *args, **constants)
+        launch(kernel, grid, *described, *args, ordered=True, **constants)
 
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
     shape = HopperShape(splits)
@@ -61,6 +64,69 @@ def test_kernel_is_its_reference(splits: int) -> None:
     assert not out[1].any(), "padding gets zeros"
     for b in range(batch):
         assert (out[b] - want[b]).norm() <= 4e-3 * want[b].norm(), lengths[b]
+
+
+# What orders the kernel's accesses: a line to leave out, found by the text before it.
+ORDER = [
+    ("piece.load(LAYOUT), 0.0)\n", "meet()"),
+    ("piece.store(kept)\n", "fence_async_shared()"),
+    ("piece.store(kept)\n    fence_async_shared()\n", "meet()"),
+    ("in which they land.\n", "mbarrier.wait(landed.index(MINE), phase)"),
+    ("s = warpgroup_mma_wait(0, [s])\n", "mbarrier.wait(landed.index(2 - SIDE), phase)"),
+    ("m_max.index(0).store(higher)\n", "meet()"),
+    ("        else:\n", "mbarrier.wait(told.index(0), phase)"),
+    ("probabilities replace.\n", "meet()"),
+    ("m_p.index(own).store(b_p)\n", "fence_async_shared()"),
+    ("m_p.index(own).store(b_p)\n            fence_async_shared()\n", "meet()"),
+    ("b_own, mixed, is_async=True)\n        mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
+    ("        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
+    (".to(gl.bfloat16))\n", "fence_async_shared()"),
+    (".to(gl.bfloat16))\n            fence_async_shared()\n", "meet()"),
+    ("        else:\n", "mbarrier.wait(told.index(2), phase)"),
+    ("waits himself.\n", "mbarrier.wait(landed.index(LAST), phase)"),
+    (
+        "b_other, mixed, is_async=True)\n        mixed = warpgroup_mma_wait(0, [product])\n",
+        "meet()",
+    ),
+    ("m_sum.index(SIDE).store(total)\n", "meet()"),
+    ("count=1)\n", "mbarrier.wait(told.index(4 - SIDE), 0)"),
+    ("mask=exists, other=0.0))\n", "fence_async_shared()"),
+]
+
+
+@pytest.mark.parametrize(("before", "left_out"), ORDER)
+def test_whatever_is_left_out_of_the_order_is_a_race(
+    tmp_path: Path, before: str, left_out: str
+) -> None:
+    """Three rounds over 300 latents: also what one of them does to the next is ordered."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.mla import hopper_kernels
+    from k3vl.kernels.mla.hopper import HopperShape, hopper_parts
+    from tests.kernels.gluon_on_cpu import Descriptor, launch
+    from tests.kernels.ordering import RaceError
+
+    text = Path(hopper_kernels.__file__).read_text(encoding="utf-8")
+    place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
+    text, found = place.subn(r"\1pass\n", text)
+    assert found == 1
+    file = tmp_path / "changed.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("changed", file)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+
+    def on_cpu(_, grid, matrix, blocks, *args, **constants) -> None:
+        described = (Descriptor(matrix, tuple(block)) for block in blocks)
+        kernel = changed.mla_decode_sides_kernel
+        launch(kernel, grid, *described, *args, ordered=True, **constants)
+
+    q, latents = torch.zeros(1, 64, 576).bfloat16(), torch.zeros(320, 576).bfloat16()
+    results = torch.zeros(1, 64, 512).bfloat16(), torch.zeros(1, 64, 1, 512), torch.zeros(1, 64, 1)
+    with pytest.raises(RaceError):
+        hopper_parts(
+            q, latents, torch.arange(0, 320, 64)[None], torch.tensor([300]), 512, 0.05, 64,
+            HopperShape(1), results=results, launch=on_cpu,
+        )  # fmt: skip
 
 
 def test_what_the_kernel_does_not_take() -> None:

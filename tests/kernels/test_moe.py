@@ -13,7 +13,7 @@ from k3vl.errors import ShapeError, WeightError
 from k3vl.kernels.moe import moe_experts
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_experts, unpack_words
-from k3vl.kernels.moe.plan import most_tiles, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, most_tiles, plan_experts
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
 from k3vl.kernels.situ import SituGLU
 from tests.process import run_check
@@ -21,14 +21,18 @@ from tests.process import run_check
 CHECK = Path(__file__).with_name("moe_check.py")
 
 
-@given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.integers(0, 2**31))
-def test_tiles_cover_every_pair_once(counts: list[int], seed: int) -> None:
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=9),
+    st.integers(0, 2**31),
+    st.sampled_from([16, EIGHT]),
+)
+def test_tiles_cover_every_pair_once(counts: list[int], seed: int, narrow: int) -> None:
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)])
     generator = torch.Generator().manual_seed(seed)
     chosen = chosen[torch.randperm(len(chosen), generator=generator)].view(-1, 1)
-    plan = plan_experts(chosen, len(counts))
+    plan = plan_experts(chosen, len(counts), narrow)
     assert plan.order.sort().values.tolist() == list(range(len(chosen)))
-    bounds = most_tiles(len(chosen), len(counts))
+    bounds = most_tiles(len(chosen), 1, len(counts), narrow)
     seen = []
     for width, tiles in plan.tiles.items():
         assert int(tiles.count) <= bounds[width] == len(tiles.expert)

@@ -38,7 +38,7 @@ def test_the_layer_keeps_the_device_fed(tokens: int, form: str) -> None:
     few = tokens * K3.num_experts_per_token <= FEW_PAIRS
     packed = "mxfp4" if tokens <= 32 else "joined"  # one product a step for many tokens
     product = packed if form == "mxfp4" else "dense"
-    widths = {1: 1, 32: 5, 8192: 5}[tokens]
+    widths = {1: 1, 32: 2, 8192: 5}[tokens]  # no expert has more pairs than there are tokens
     assert kernels == {
         "route_sorted_kernel" if tokens <= SORTED_TOKENS else "route_kernel": 1,
         **({"plan_kernel": 1} if few else {}),
@@ -61,3 +61,30 @@ def test_a_step_without_tokens_launches_nothing_over_experts() -> None:
         activation = SituGLU(beta=4.0, linear_beta=25.0)
         assert moe_experts_mxfp4_gpu(x, weights, chosen, stored, activation).shape == (0, 64)
     assert launches == []
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 128])
+def test_launches_for_few_tokens(tokens: int) -> None:
+    """A token alone needs no plan; 128 may share an expert, which then has wider tiles."""
+    from k3vl.kernels.moe.few import FewShapes
+    from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu
+    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+
+    stored = Mxfp4Experts.empty(896, 3584, 3072, META)
+    x = torch.empty(tokens, 3584, dtype=torch.bfloat16, device=META)
+    weights = torch.empty(tokens, 16, device=META)
+    chosen = torch.empty(tokens, 16, dtype=torch.int64, device=META)
+    activation = SituGLU(beta=4.0, linear_beta=25.0)
+    with device_only() as launches:
+        moe_experts_mxfp4_gpu(x, weights, chosen, stored, activation, few=FewShapes())
+    wide = 3 if tokens == 128 else 0
+    assert Counter(launch.kernel for launch in launches) == Counter(
+        {
+            "plan_kernel": int(tokens > 1),
+            "gate_up_few_kernel": 1,
+            "gate_up_mxfp4_kernel": wide,
+            "down_few_kernel": 1,
+            "down_mxfp4_kernel": wide,
+            "combine_kernel": 1,
+        }
+    )

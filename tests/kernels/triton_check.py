@@ -2,7 +2,8 @@
 
 Triton decides between compiler and interpreter when it is imported. The interpreter multiplies
 16-bit floats wrongly, so there everything is float32; on a device both widths are checked. Every
-run draws new inputs from a printed seed. Usage: triton_check.py OP DEVICE
+run draws new inputs from a printed seed. "small" leaves out what is long, for a tool that slows
+kernels down. Usage: triton_check.py OP DEVICE [small]
 """
 
 import sys
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
-from k3vl.kernels.attn_residual.reference import attn_residual_reference
+from k3vl.kernels.attn_residual.hopper import cluster_takes
+from k3vl.kernels.attn_residual.reference import attn_residual_reference, take_in
+from k3vl.kernels.bench.kda_cases import RINGS
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import (
@@ -23,6 +26,7 @@ from k3vl.kernels.kda.gpu import (
     kda_decode,
     kda_prefill,
 )
+from k3vl.kernels.kda.hopper import HopperShape as KDAHopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
@@ -60,6 +64,7 @@ from tests.tiny import TRITON, fill
 
 DEVICE = torch.device(sys.argv[2])
 ON_GPU = DEVICE.type == "cuda"
+LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
@@ -165,6 +170,26 @@ def kda_weights_like(weights: KDAWeights) -> KDAWeights:
     )
 
 
+def check_kda_decode_rings() -> Iterator[str]:
+    """The Gluon kernel, which no interpreter runs: with padding, and state for state."""
+    if not ON_GPU:
+        yield "not here"
+        return
+    for ring in RINGS:
+        heads, key, batch = 96, 128, 17
+        weights, args = kda_weights(heads, key), kda_inputs(batch, heads, key, torch.bfloat16)
+        windows, states = pool(batch * heads, key, torch.bfloat16)
+        cells = torch.randperm(batch * heads, device=DEVICE).view(batch, heads)
+        cells[[3, 16]] = -1
+        mine = windows.clone(), states.clone()
+        want = kda_decode(*args, weights, windows, states, cells)
+        got = kda_decode(*args, weights, *mine, cells, ring=ring)
+        close(f"{ring}", got, want.double(), HALF)
+        close(f"{ring} states", mine[1], states.double(), EXACT)
+        assert torch.equal(mine[0], windows)
+        yield f"{ring}"
+
+
 def check_kda_decode_padding() -> Iterator[str]:
     weights = kda_weights(2, 16)
     args = kda_inputs(3, 2, 16, torch.float32)
@@ -204,7 +229,12 @@ def check_kda_decode_large_slots() -> Iterator[str]:
 
 
 def run_prefill(
-    lengths: list[int], heads: int, key: int, dtype: torch.dtype, decay: float | None = None
+    lengths: list[int],
+    heads: int,
+    key: int,
+    dtype: torch.dtype,
+    decay: float | None = None,
+    scale: float = 1.0,
 ) -> None:
     weights = kda_weights(heads, key)
     pads = [int(x) for x in torch.randint(0, 3, (len(lengths),))]
@@ -213,6 +243,7 @@ def run_prefill(
     cu_seqlens = starts.to(DEVICE)
     ends = (starts[:-1] + torch.tensor(lengths)).to(DEVICE)
     args = kda_inputs(int(starts[-1]), heads, key, dtype)
+    args[0].mul_(scale)
     if decay is not None:
         args[2].fill_(decay)
     for begin, end in zip(ends.tolist(), starts[1:].tolist(), strict=True):
@@ -225,12 +256,17 @@ def run_prefill(
     clean = [x.double().nan_to_num() for x in args]
     reference = (wide(weights, -5.0), want_windows, want_states, cells, cu_seqlens, ends)
     want = kda_prefill_reference(*clean, *reference)
-    shapes: list[PrefillShape | None] = [None]
-    if ON_GPU and dtype != torch.float32:
+    shapes: list[PrefillShape | KDAHopperShape | None] = [None]
+    if LARGE and dtype != torch.float32:
         shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
-        shapes += [PrefillShape(key, 8, 3, 168)]
+        shapes += [PrefillShape(key, 8, 3, 168), PrefillShape(64, 4, 3, 128, full=True)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None)]
+        shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, full=True)]
+    elif not ON_GPU:
+        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+    hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+    if hopper and dtype == torch.bfloat16 and key == 128:
+        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -249,6 +285,7 @@ def check_kda_prefill() -> Iterator[str]:
         yield "short and odd lengths"
         for decay in (30.0, -30.0):  # log-decay at -5, and at 0
             run_prefill([128, 20], 1, 16, torch.float32, decay)
+        run_prefill([70], 1, 16, torch.float32, 30.0, 1e-2)
         yield "decay -5 and 0"
         return
     for dtype, heads, key in (
@@ -256,9 +293,11 @@ def check_kda_prefill() -> Iterator[str]:
         (torch.bfloat16, 4, 64),
         (DTYPES[0], 4, 64),
     ):
-        run_prefill(list(ODD), heads, key, dtype)
-        for decay in (30.0, -30.0, 0.0):
+        run_prefill(list(ODD) if LARGE else [1, 2, 17, 33, 65], heads, key, dtype)
+        for decay in (30.0, -30.0, 0.0) * LARGE:
             run_prefill([1000, 64, 7], heads, key, dtype, decay)
+        for decay in (30.0, 0.0):  # short keys
+            run_prefill([200, 64], heads, key, dtype, decay, 1e-2)
         yield f"{dtype} K{key}, every length, long sequences, three decays"
 
 
@@ -286,6 +325,56 @@ def check_kda_snapshots() -> Iterator[str]:
         assert torch.equal(own[0][cell], alone[0][4]), depth
     assert torch.equal(own[1][0], states[0])
     yield f"depths {CHUNK} and {2 * CHUNK}"
+
+
+def check_kda_pieces() -> Iterator[str]:
+    """A sequence in pieces of whole chunks has the bits of one that is not."""
+    dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
+    shapes: list[PrefillShape | KDAHopperShape | None] = [None]
+    if not ON_GPU:
+        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+    elif torch.cuda.get_device_capability() == (9, 0):
+        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
+    weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
+    cells = torch.tensor([[1, 0]], device=DEVICE)
+    windows, states = pool(2, key, dtype)
+    for shape in shapes:
+        whole, parts = ((windows.clone(), states.clone()) for _ in range(2))
+        span = torch.tensor([0, 140], device=DEVICE)
+        want = kda_prefill(*args, weights, *whole, cells, span, span[1:], shape=shape)
+        got = []
+        for begin, end in ((0, CHUNK), (CHUNK, 3 * CHUNK), (3 * CHUNK, 140)):
+            piece = [x[begin:end] for x in args]
+            span = torch.tensor([0, end - begin], device=DEVICE)
+            got.append(kda_prefill(*piece, weights, *parts, cells, span, span[1:], shape=shape))
+        assert torch.equal(torch.cat(got), want), shape
+        assert torch.equal(parts[0], whole[0]), shape
+        assert torch.equal(parts[1], whole[1]), shape
+        yield f"{shape}"
+
+
+def check_kda_together() -> Iterator[str]:
+    """The two kernels side by side give the bits of one after the other. On a device only."""
+    if not ON_GPU or torch.cuda.get_device_capability() != (9, 0):
+        yield "not compute capability 9.0"
+        return
+    for heads, group, lengths in ((12, 12, [3000]), (96, 24, [2048, 1000, 1500]), (6, 3, [1100])):
+        weights, rows = kda_weights(heads, 128), sum(lengths)
+        args = kda_inputs(rows, heads, 128, torch.bfloat16)
+        cells = torch.randperm(len(lengths) * heads, device=DEVICE).view(-1, heads)
+        span = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+        fresh = pool(cells.numel(), 128, torch.bfloat16)
+        for values in (64, 128):
+            shape = KDAHopperShape(values, 3, 128)
+            want = [x.clone() for x in fresh]
+            out = kda_prefill(*args, weights, *want, cells, span, span[1:], shape=shape)
+            for _ in range(5):
+                got = [x.clone() for x in fresh]
+                together = shape._replace(group=group)
+                mine = kda_prefill(*args, weights, *got, cells, span, span[1:], shape=together)
+                assert torch.equal(mine, out), together
+                assert all(map(torch.equal, got, want)), together
+            yield f"H{heads} in groups of {group}, {values} value channels"
 
 
 def check_mla_decode() -> Iterator[str]:
@@ -360,7 +449,7 @@ def check_mla_decode_hopper() -> Iterator[str]:
     args = (latents.double().nan_to_num(), clean, lengths, 512, 0.07, page)
     want = mla_decode_reference(q.double(), *args)
     for shape in (None, *(HopperShape(splits) for splits in (1, 2, 3, 66))):
-        for _ in range(20):  # whatever the order of the warps
+        for _ in range(20 if LARGE else 2):  # whatever the order of the warps
             got = mla_decode(q, latents, begins, lengths, 512, 0.07, page, shape=shape)
             close(f"{shape}", got, want, bound(torch.bfloat16))
             assert not got[1].any(), "padding gets zeros"
@@ -419,7 +508,7 @@ def check_mla_values() -> Iterator[str]:
 def check_mla_prefill() -> Iterator[str]:
     sizes = ((1, 1), (2, 3), (15, 16), (17, 129), (65, 65))
     for dtype in DTYPES:
-        for queries, keys in (*sizes, *((3, 70), (127, 128), (300, 300), (129, 1000)) * ON_GPU):
+        for queries, keys in (*sizes, *((3, 70), (127, 128), (300, 300), (129, 1000)) * LARGE):
             nope, shared, value = (128, 64, 128) if ON_GPU else (32, 16, 32)
             q, k = (
                 normal(queries, 2, nope + shared, dtype=dtype),
@@ -432,6 +521,7 @@ def check_mla_prefill() -> Iterator[str]:
             span = {"lengths": (queries,), "contexts": (keys,)}
             got = mla_prefill_packed(q, k, v, 0.1, shared=tail, **span)
             close(f"shared part {queries}/{keys}", got, want, bound(dtype))
+            assert torch.equal(mla_prefill(q, k, v, 0.1, tail), got), "packed or not"
             q, context = normal(queries, 2, 48, dtype=dtype), normal(keys, 48, dtype=dtype)
             want = mla_prefill_latent_reference(q.double(), context.double(), 32, 0.1)
             got = mla_prefill_latent(q, context, 32, 0.1)
@@ -468,13 +558,36 @@ def check_attn_residual() -> Iterator[str]:
             want = attn_residual_reference(rows.double(), query.double(), norm.double(), 1e-5)
             got = attn_residual(rows, query, norm, 1e-5)
             close(f"{dtype} R{depth} D{width}", got, want, bound(dtype))
+            got = attn_residual(rows, query, norm.to(dtype), 1e-5, stages=3)
+            want_narrow = attn_residual_reference(
+                rows.double(), query.double(), norm.to(dtype).double(), 1e-5
+            )
+            close(f"{dtype} R{depth} D{width} staged", got, want_narrow, bound(dtype))
+            got = attn_residual(rows, query, norm.to(dtype), 1e-5)
+            close(f"{dtype} R{depth} D{width} norm ahead", got, want_narrow, bound(dtype))
+            if ON_GPU and cluster_takes(rows, query, norm, None):
+                got = attn_residual(rows, query, norm, 1e-5, cluster=True)
+                close(f"{dtype} R{depth} D{width} cluster", got, want, bound(dtype))
+            for fresh in (False, True):
+                added = normal(tokens, width + 8, dtype=dtype)[:, :width]
+                taken, mine = rows.clone(), rows.clone()
+                if fresh:
+                    mine[-1] = float("nan")
+                take_in(taken, added, fresh=fresh)
+                got = attn_residual(mine, query, norm, 1e-5, added, fresh=fresh)
+                if ON_GPU or dtype == torch.float32:
+                    assert torch.equal(mine, taken), "rows"
+                else:  # the interpreter cuts bits off where it should round
+                    close("rows", mine, taken.double(), bound(dtype))
+                want = attn_residual_reference(taken.double(), query.double(), norm.double(), 1e-5)
+                close(f"{dtype} R{depth} D{width} added", got, want, bound(dtype))
         yield f"{dtype}"
 
 
 def check_vision() -> Iterator[str]:
     for dtype in DTYPES:
         for heads, key in ((2, 32), *((12, 128), (4, 64)) * ON_GPU):
-            lengths = [1, 3, 16, 17, 64, 129, *((1000, 5476) * ON_GPU)]
+            lengths = [1, 3, 16, 17, 64, 129, *((1000, 5476) * LARGE)]
             q, k, v = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
             want = vision_attention_reference(q.double(), k.double(), v.double(), lengths)
             got = vision_attention(q, k, v, Packed.of(lengths, q.device))
@@ -585,8 +698,16 @@ def check_prefill_pass() -> Iterator[str]:
 
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
-    "kda_decode": (check_kda_decode, check_kda_decode_padding, check_kda_decode_large_slots),
-    "kda_prefill": (check_kda_prefill, check_kda_snapshots),
+    "kda_decode": (
+        check_kda_decode,
+        check_kda_decode_rings,
+        check_kda_decode_padding,
+        check_kda_decode_large_slots,
+    ),
+    "kda_prefill": (
+        *(check_kda_prefill, check_kda_snapshots, check_kda_pieces),
+        check_kda_together,  # last: an error in its flags ends the process
+    ),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
         *(check_mla_store, check_mla_values),

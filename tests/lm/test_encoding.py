@@ -91,12 +91,21 @@ def wanted(item: EncoderItem) -> tuple[Feature, EncoderItem]:
     return Feature(item=media, entry=entry), item
 
 
-def take_all(encoding, count: int) -> dict[str, torch.Tensor | BackendError]:
-    made = {}
+def take_each(encoding, count: int) -> list[tuple[str, torch.Tensor | BackendError]]:
+    """So many, an item as often as it was started."""
+    made = []
     while len(made) < count:
         taken = encoding.take(wait=True)
         assert taken
-        made.update((feature.item.key[1], rows) for feature, rows in taken)
+        made += [(feature.item.key[1], rows) for feature, rows in taken]
+    assert len(made) == count, "more were under way"
+    return made
+
+
+def take_all(encoding, count: int) -> dict[str, torch.Tensor | BackendError]:
+    """So many, all of different items."""
+    made = dict(take_each(encoding, count))
+    assert len(made) == count
     return made
 
 
@@ -295,6 +304,25 @@ def test_a_stream_waits_on_the_device_and_for_one_batch(monkeypatch: pytest.Monk
     assert encoding.take(wait=True) == []
     assert "the host waits" not in cuda.log
     encoding.close()
+
+
+def test_an_item_that_is_started_twice_is_handed_out_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many are done by the time that somebody takes them."""
+    for finished in range(7):
+        cuda = FakeCuda(monkeypatch)
+        encoding = EncodeOnStream(DeviceEncoder(cuda))
+        order = [1, 2, 3, 3, 2, 1]
+        for number, at in enumerate(order):
+            encoding.start([wanted(picture(at))])
+            if number + 1 == finished:
+                cuda.finish()
+        made = take_each(encoding, len(order))
+        assert [digest for digest, _ in made] == [picture(at).digest for at in order]
+        for (_, rows), at in zip(made, order, strict=True):
+            assert torch.equal(rows, FakeEncoder().encode([picture(at)])[0])
+        assert encoding.take(wait=True) == []
 
 
 def test_an_engine_with_a_stream_gives_the_same_tokens(

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from k3vl.sglang.plugin import PROCESSORS_VARIABLE
+from k3vl.sglang.plugin import PACKAGES
 from k3vl.sglang.releases import SUPPORTED
 from k3vl.types import ChatOptions
 
 NAMES = {
     "sglang.srt.environ:envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "names our processors",
     "sglang.srt.managers.multimodal_processor:import_processors": "imports our processors",
+    "sglang.srt.environ:envs.SGLANG_EXTERNAL_MODEL_PACKAGE": "names our model",
+    "sglang.srt.models.registry:import_model_classes": "imports our model",
     "sglang.srt.plugins:load_plugins": "calls our entry point",
     "sglang.srt.entrypoints.openai.chat_encoding_adapters:_BUILDERS": "takes our chat encoder",
     "sglang.srt.entrypoints.openai.chat_encoding_adapters:ChatEncodingAdapter.encode_messages": (
@@ -46,6 +48,9 @@ NAMES = {
     "sglang.srt.managers.schedule_batch:MultimodalDataItem.set_identity": "takes our digests",
     "sglang.srt.managers.schedule_batch:MultimodalProcessorOutput": "is what our processor returns",
     "sglang.srt.models.kimi_k3:KimiK3ForConditionalGeneration": "is the model of our processor",
+    "sglang.srt.models.kimi_k3:KimiK3ForConditionalGeneration.precompile_kernels_after_loading": (
+        "is called when weights are loaded, and what our model overrides"
+    ),
     "sglang.srt.utils:ImageData": "carries pictures of chats",
     "sglang.srt.utils:VideoData": "carries clips of chats",
     **{
@@ -186,13 +191,12 @@ def test_sglang_finds_the_plugin() -> None:
     assert [entry.value for entry in entries] == ["k3vl.sglang.plugin:register"]
 
 
-def test_the_variable_is_still_read_when_processors_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("variable", PACKAGES)
+def test_a_variable_is_still_read(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.environ import envs
 
-    monkeypatch.setenv(PROCESSORS_VARIABLE, "some.package")
-    assert envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE.get() == "some.package"
+    monkeypatch.setenv(variable, "some.package")
+    assert getattr(envs, variable).get() == "some.package"
 
 
 def test_the_benchmark_of_slices_names_arguments_that_exist() -> None:

@@ -15,7 +15,7 @@ from k3vl.kernels.vision_pos.reference import (
     rotate_reference,
     temporal_rows_reference,
 )
-from k3vl.vision.tower import VisionTower, merge
+from k3vl.vision.tower import VisionTower, merge, stacked
 from tests.device_only import META, device_only, recorded
 from tests.vision.tiny_vision import TINY, pixels, tiny_models
 
@@ -83,6 +83,19 @@ def test_packed_items_equal_lone_ones():
     counts = [t * h * w for t, h, w in grids]
     lone = [tower(part, [grid]) for part, grid in zip(patches.split(counts), grids, strict=True)]
     torch.testing.assert_close(packed, torch.cat(lone), atol=1e-5, rtol=1e-5)
+
+
+def test_pictures_of_one_width_are_merged_together():
+    grids = [(1, 2, 4), (1, 4, 4), (2, 2, 4), (1, 2, 4), (1, 2, 6), (1, 6, 6)]
+    tall = stacked(grids)
+    assert tall == [(1, 6, 4), (2, 2, 4), (1, 2, 4), (1, 8, 6)]
+    x = torch.randn(sum(t * h * w for t, h, w in grids), 3)
+
+    def merged(grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        parts = x.split([t * h * w for t, h, w in grids])
+        return torch.cat([merge(part, grid) for part, grid in zip(parts, grids, strict=True)])
+
+    assert torch.equal(merged(tall), merged(grids))
 
 
 def test_float_patches_are_taken_as_normalised():

@@ -1,0 +1,314 @@
+"""Every Triton and Gluon kernel under compute-sanitizer, at the small odd shapes of its checks.
+
+    python -m benchmarks.sanitize [--only racecheck] [--program compute-sanitizer]
+        [--output benchmarks/results/sanitizer_h200.jsonl]
+
+All kernels under ``memcheck``, those in Gluon, whose waits are written by hand, under ``racecheck``
+too: one process for each check of tests/kernels and tool, all at once. Every tensor has an
+allocation of its own with room behind it, so that a read past its end is outside of everything. A
+line of results belongs to a kernel and a tool; a kernel that no check has launched, and a check
+that did not finish, have none and are an error.
+
+``racecheck`` of Compute Sanitizer 2025.3 does not see all that orders warps: its later versions say
+that they have fewer false reports of mbarriers (2025.4), of the synchronization of warp groups on
+Hopper (2026.1) and of announced bytes (2026.3). The pairs of lines in ``EXPLAINED`` are ordered all
+the same, by what is written there; a line of results counts them as ``explained``, apart from
+errors. That a barrier they rely on is not left out, ``tests/kernels/test_mla_hopper.py`` checks by
+taking each of them away. A newer tool can be given by ``--program``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from k3vl.kernels.bench.about import append_lines, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKS = ROOT / "tests" / "kernels"
+TRITON = ("kda_decode", "kda_prefill", "mla_decode", "mla_prefill", "attn_residual", "vision")
+MEMORY = (*(("triton_check.py", op) for op in TRITON), ("moe_check.py",))
+"""Checks that launch all kernels; those of a whole step launch no others, and record graphs."""
+RACES = (("triton_check.py", "mla_decode"),)
+"""Checks that launch all kernels in Gluon."""
+_EXCHANGED = "stored, met, told by an mbarrier, waited for by every thread that loads"
+_HANDED_OVER = "Triton's hand-over to the second group, which barriers of all warps enclose"
+_SUM = "m_sum.index(SIDE).store(total)"
+_KERNEL = "def mla_decode_sides_kernel("
+EXPLAINED = {
+    # What is written, what is read (as the compiler places it), and what orders them.
+    ("m_max.index(0).store(higher)", "higher = gl.maximum(m_max.index(0).load(ROW), peak)"): (
+        _EXCHANGED + "; the next store waits until the reader has told its own"
+    ),
+    ("m_max.index(1).store(higher)", "highest = m_max.index(1).load(ROW)"): (
+        _EXCHANGED + "; the next store waits until the reader has told its next"
+    ),
+    (_SUM, "total = total + m_sum.index(1 - SIDE).load(ROW)"): _EXCHANGED,
+    (_SUM, "mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]"): _EXCHANGED,
+    (_SUM, "elif start < length:"): _EXCHANGED,
+    (_KERNEL, _KERNEL): _HANDED_OVER,
+    ("gl.warp_specialize(", _KERNEL): _HANDED_OVER,
+}
+"""Reports of races that are none: source lines of a write and a read, and what orders them."""
+LAUNCHED = "launched: "
+REPORTED = 9
+"""Status of a tool that has reported something, of a check that did not fail."""
+_AT = re.compile(r"\bat (?:[\w ]* )?(\w+)(?:\(.*\))?\+0x")
+_ACCESS = re.compile(r"(Read|Write) access at \w+\+0x\w+ in (\w+\.py):(\d+)")
+_SUMMARIES = {
+    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
+    "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One check under one tool.
+
+    Attributes:
+        tool: of compute-sanitizer.
+        check: script in tests/kernels, and the op where it has several.
+        kernels: that the tool looks at; all else runs as it is.
+    """
+
+    tool: str
+    check: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+    def command(self, program: str, number: int, report: Path, device: str) -> list[str]:
+        """The ``number``-th of those that run at once; the tool's words go to ``report``."""
+        options = {
+            "tool": self.tool,
+            "error-exitcode": str(REPORTED),
+            "target-processes": "application-only",  # not Triton's assembler
+            "launch-timeout": "150",  # Python reaches CUDA late
+            "port": str(49152 + 16 * number),  # a process tries ten
+            "destroy-on-device-error": "kernel",  # one error does not hide the next
+            "report-api-errors": "no",  # torch asks for what may not be there
+            "log-file": str(report),
+        }
+        if self.tool == "memcheck":
+            options["padding"] = "4096"
+        else:
+            options["print-limit"] = "0"  # a report behind the hundredth may be the real one
+        flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+        chosen = [word for name in self.kernels for word in ("--kernel-name", f"kns={name}")]
+        script, *ops = self.check
+        inside = [sys.executable, "-m", "benchmarks.sanitize", "--inside", str(CHECKS / script)]
+        return [program, *flags, *chosen, *inside, *ops, device, "small"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of a run: launches, errors and explained reports by kernel, or why there are none."""
+
+    launches: dict[str, int]
+    errors: dict[str, int]
+    explained: dict[str, int] = field(default_factory=dict)
+    failure: str = ""
+
+
+def all_kernels(root: Path = ROOT / "kernels") -> dict[str, str]:
+    """Names of all functions that are launched, with what compiles them: "triton" or "gluon"."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                made = {ast.unparse(x).split("(")[0] for x in node.decorator_list}
+                if made & {"triton.jit", "gluon.jit"}:
+                    found[node.name] = "gluon" if "gluon.jit" in made else "triton"
+    return found
+
+
+def inside(script: str, arguments: list[str]) -> None:
+    """Run a check in this process, then say which kernels it launched, and how often."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    launches: Counter[str] = Counter()
+
+    def counting(run: Any) -> Any:
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            launches[self.__name__] += not kwargs["warmup"]
+            return run(self, *args, **kwargs)
+
+        return counted
+
+    for kind in (JITFunction, InterpretedFunction):
+        kind.run = counting(kind.run)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+    print(LAUNCHED + json.dumps(launches), flush=True)
+
+
+def read_report(
+    tool: str, report: str, launches: dict[str, int], root: Path = ROOT / "kernels"
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Errors by kernel, and reports that are explained.
+
+    Errors that name none of the launched kernels count for each of them.
+
+    Raises:
+        ValueError: the report has no end.
+    """
+    summary = _SUMMARIES[tool].search(report)
+    if summary is None:
+        raise ValueError("the report has no summary")
+    # A report is one block of lines; the first place in it is where the error is.
+    blocks = re.split(r"^=+\s*$", report, flags=re.MULTILINE)
+    found = [(place[1], block) for block in blocks if (place := _AT.search(block))]
+    named = Counter(name for name, _ in found)
+    why = Counter(name for name, block in found if tool == "racecheck" and explained(block, root))
+    unnamed = max(0, int(summary[1]) - sum(named[name] for name in launches))
+    errors = {name: named[name] - why[name] + unnamed for name in launches}
+    return errors, {name: why[name] for name in launches if why[name]}
+
+
+def explained(block: str, root: Path) -> bool:
+    """Whether what a report says of its first access and each of the others is ``EXPLAINED``."""
+    accesses = [
+        (kind, source_line(root, file, int(number)))
+        for kind, file, number in _ACCESS.findall(block)
+    ]
+    if len(accesses) < 2 or len(accesses) != block.count(" access at "):
+        return False
+    pairs = [dict((accesses[0], other)) for other in accesses[1:]]  # empty where both write
+    return all((pair.get("Write"), pair.get("Read")) in EXPLAINED for pair in pairs)
+
+
+def source_line(root: Path, file: str, number: int) -> str | None:
+    """Without what is around it; None where there is no such line, or more than one such file."""
+    paths = list(root.rglob(file))
+    lines = paths[0].read_text(encoding="utf-8").splitlines() if len(paths) == 1 else []
+    return lines[number - 1].strip() if 0 < number <= len(lines) else None
+
+
+def run_one(numbered: tuple[int, Run], *, program: str, device: str, timeout: float) -> Result:
+    number, run = numbered
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])]),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report")
+        command = run.command(program, number, report, device)
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+            )
+        except subprocess.TimeoutExpired:
+            return Result({}, {}, failure=f"not done after {timeout:.0f} s")
+        said = report.read_text(encoding="utf-8") if report.exists() else ""
+    launched = [x for x in done.stdout.splitlines() if x.startswith(LAUNCHED)]
+    told = f"status {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-3000:]}{said[-3000:]}"
+    if not launched:
+        return Result({}, {}, failure=told)
+    launches = json.loads(launched[-1].removeprefix(LAUNCHED))
+    launches = {name: count for name, count in launches.items() if name in run.kernels and count}
+    try:
+        errors, known = read_report(run.tool, said, launches)
+    except ValueError:
+        return Result({}, {}, failure=told)
+    if any(errors.values()):
+        print(said, flush=True)
+    elif done.returncode not in (0, REPORTED if known else 0):
+        return Result({}, {}, failure=told)
+    return Result(launches, errors, known)
+
+
+def lines_of(runs: list[Run], results: list[Result]) -> list[dict[str, Any]]:
+    """A line for each tool and kernel, over all checks that launch it."""
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for run, result in zip(runs, results, strict=True):
+        for kernel, launches in result.launches.items():
+            new = {"kernel": kernel, "tool": run.tool, "errors": 0, "launches": 0, "checks": []}
+            line = lines.setdefault((run.tool, kernel), new)
+            line["errors"] += result.errors[kernel]
+            line["launches"] += launches
+            if known := result.explained.get(kernel):
+                line["explained"] = line.get("explained", 0) + known
+            line["checks"].append(" ".join(run.check))
+    return list(lines.values())
+
+
+def sanitize(
+    *, program: str, tools: Sequence[str], device: str, timeout: float, kernels: dict[str, str]
+) -> tuple[list[Any], bool]:
+    """Lines of results, and whether every kernel has one and all are without errors."""
+    gluon = tuple(name for name, by in kernels.items() if by == "gluon")
+    runs = [Run("memcheck", check, tuple(kernels)) for check in MEMORY]
+    runs += [Run("racecheck", check, gluon) for check in RACES]
+    runs = [run for run in runs if run.tool in tools]
+
+    def one(numbered: tuple[int, Run]) -> Result:
+        return run_one(numbered, program=program, device=device, timeout=timeout)
+
+    with ThreadPoolExecutor(max(1, len(runs))) as pool:
+        results = list(pool.map(one, enumerate(runs)))
+    lines = lines_of(runs, results)
+    for run, result in zip(runs, results, strict=True):
+        if result.failure:
+            print(f"{run.tool} {' '.join(run.check)}: {result.failure}", flush=True)
+    done = {(line["tool"], line["kernel"]) for line in lines}
+    wanted = {("memcheck", name) for name in kernels} | {("racecheck", name) for name in gluon}
+    wanted = {(tool, name) for tool, name in wanted if tool in tools}
+    for tool, name in sorted(wanted - done):
+        print(f"{tool}: nothing finished that launches {name}", flush=True)
+    sound = done >= wanted and not any(result.failure for result in results)
+    return lines, sound and not any(line["errors"] for line in lines)
+
+
+def sanitizer_version(program: str) -> str:
+    said = subprocess.run([program, "--version"], capture_output=True, text=True)
+    found = re.search(r"Version (\S+)", said.stdout)
+    return found[1] if found else "unknown"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--inside"]:
+        inside(sys.argv[2], sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="+", choices=tuple(_SUMMARIES), default=tuple(_SUMMARIES))
+    parser.add_argument("--program", default="compute-sanitizer")
+    parser.add_argument("--timeout", type=float, default=200.0, help="seconds, of each process")
+    parser.add_argument("--commit", help="of the code, where there is no repository")
+    parser.add_argument("--output", type=Path, help="append JSON lines here")
+    options = parser.parse_args()
+    about = describe(torch.device(options.device), None, commit=options.commit)
+    about["compute_sanitizer"] = sanitizer_version(options.program)
+    lines, sound = sanitize(
+        program=options.program,
+        tools=options.only,
+        device=options.device,
+        timeout=options.timeout,
+        kernels=all_kernels(),
+    )
+    for line in lines:
+        print(json.dumps(line), flush=True)
+    if options.output:
+        append_lines(options.output, ({**about, **line} for line in lines))
+    sys.exit(not sound)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Attention on compute capability 9.0: which calls the Gluon kernel takes, and how it starts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from k3vl.kernels.upload import upload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from k3vl.kernels.packed import Packed
+
+QUERIES, KEYS = 128, 128
+"""Of a program at a time: two groups of 64 queries, a tile of keys."""
+
+_WIDTHS = ((128, 0, 128), (128, 64, 128))
+"""K, P and V that it is compiled for: the tower's and those of expanded latents."""
+
+_COPY_ALIGNMENT = 16
+"""Bytes: of addresses and of the way from one row to the next, for the copy engine."""
+
+
+class HopperFlash(NamedTuple):
+    """Programs that stay, 0 for one per tile and head; whether the two groups take turns."""
+
+    programs: int
+    turns: bool
+
+
+def hopper_flash_takes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: torch.Tensor | None
+) -> bool:
+    """Whether shapes and layout fit: bf16, known widths, aligned rows; see :func:`hopper_flash`."""
+    shared = 0 if rest is None else rest.shape[-1]
+    parts = [q, k, v] if rest is None else [q, k, v, rest]
+    aligned = all(
+        x.dtype == torch.bfloat16
+        and x.stride(-1) == 1
+        and not x.stride(0) * x.itemsize % _COPY_ALIGNMENT
+        and not x.stride(1) * x.itemsize % _COPY_ALIGNMENT
+        and not x.data_ptr() % _COPY_ALIGNMENT
+        for x in parts
+    )
+    return aligned and (k.shape[-1], shared, v.shape[-1]) in _WIDTHS
+
+
+def hopper_flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    queries: Packed,
+    keys: Packed,
+    causal: bool,
+    rest: torch.Tensor | None,
+    shape: HopperFlash,
+    launch: Callable[..., None] | None = None,
+) -> torch.Tensor:
+    """As :func:`k3vl.kernels.flash.flash`, of calls that :func:`hopper_flash_takes`.
+
+    ``launch`` takes kernel, grid and arguments; None starts it on the device.
+    """
+    rows, heads, _ = q.shape
+    key, value = k.shape[-1], v.shape[-1]
+    shared = 0 if rest is None else rest.shape[-1]
+    out = torch.empty(rows, heads, value, dtype=q.dtype, device=q.device)
+    tiles = _tiles(queries, keys, causal=causal, device=q.device)
+    count = tiles.shape[0] * heads
+    if not count:
+        return out
+    tail = k if rest is None else rest
+    flat = [_flat(x) for x in (q, q, k, tail, v)]
+    blocks = [[64, key], [64, shared or key], [KEYS, key], [KEYS, shared or key], [KEYS, value]]
+    strides = [x.stride(1) for x in (q, k, tail, v)]
+    args = (tiles, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
+    constants: dict[str, Any] = {
+        "K": key,
+        "P": shared,
+        "V": value,
+        "BN": KEYS,
+        "CAUSAL": causal,
+        "TURNS": shape.turns,
+    }
+    from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel
+
+    grid = (min(shape.programs or count, count),)
+    if launch is not None:
+        launch(kernel, grid, flat, blocks, *args, **constants)
+        return out
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    described = (
+        TensorDescriptor.from_tensor(x, block, layout)
+        for x, block in zip(flat, blocks, strict=True)
+    )
+    kernel[grid](*described, *args, **constants, num_warps=4)
+    return out
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """[N, H, D] as rows of everything from the first head to the last."""
+    return x.as_strided((x.shape[0], (x.shape[1] - 1) * x.stride(1) + x.shape[2]), (x.stride(0), 1))
+
+
+def _tiles(queries: Packed, keys: Packed, *, causal: bool, device: torch.device) -> torch.Tensor:
+    """The table of ``flash_hopper_kernel`` on the device; kept with the items it is of."""
+    key = ("flash_hopper", keys.lengths, causal)
+    if (table := queries.tables.get(key)) is None:
+        rows = tile_rows(queries.lengths, keys.lengths, causal=causal)
+        (table,) = upload(np.reshape(rows, (-1, 5)), device=device)
+        queries.tables[key] = table
+    return table
+
+
+def tile_rows(
+    lengths: Sequence[int], contexts: Sequence[int], *, causal: bool
+) -> list[tuple[int, int, int, int, int]]:
+    """A row for each tile of QUERIES queries, those with most keys first.
+
+    Args:
+        lengths: queries of every sequence.
+        contexts: keys of every sequence, no fewer.
+        causal: whether the last query sees all keys and every earlier one a key less.
+
+    Returns:
+        First query, queries, first key, keys that any of them sees, keys that the first one sees.
+    """
+    rows, first, first_key = [], 0, 0
+    for length, context in zip(lengths, contexts, strict=True):
+        ahead = context - length
+        for at in range(0, length, QUERIES):
+            live = min(QUERIES, length - at)
+            seen = ahead + at + live if causal else context
+            sees = ahead + at + 1 if causal else context
+            rows.append((first + at, live, first_key, seen, sees))
+        first, first_key = first + length, first_key + context
+    return sorted(rows, key=lambda row: -row[3])

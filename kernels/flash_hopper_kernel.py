@@ -1,0 +1,327 @@
+"""Softmax attention over packed sequences for compute capability 9.0, in Gluon.
+
+After FlashAttention 3: a warp copies tiles of keys and values, two groups of four warps hold 64
+queries each and take turns, so that one's softmax runs beside the other's products; within a group
+the scores of a tile are computed beside the mixture of the tile before.
+
+A work item is a tile of queries of one head. ``tiles`` has a row of five numbers (int64) for each
+tile: its first query, how many there are, the sequence's first key, how many keys any of the
+queries sees, how many the first one sees.
+"""
+# ruff: noqa: ANN001, ANN201, SIM113
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.6 has the second name of each, later ones the first.
+meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+ROWS = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def work_item(tiles, i, M):
+    """Head and row of ``tiles`` of the work item ``i``: heads follow one another."""
+    p_tile = tiles + i % M * 5
+    return i // M, p_tile
+
+
+@gluon.jit
+def fetch_tiles(
+    q,
+    q_rest,
+    k,
+    k_rest,
+    v,
+    tiles,
+    m_q,
+    m_qp,
+    m_k,
+    m_kp,
+    m_v,
+    landed_q,
+    landed_k,
+    landed_v,
+    used_q,
+    used_first,
+    used,
+    s_qh,
+    s_kh,
+    s_rest_h,
+    s_vh,
+    M,
+    COUNT,
+    K: gl.constexpr,
+    P: gl.constexpr,
+    V: gl.constexpr,
+    BN: gl.constexpr,
+):
+    """What one warp does: queries, then keys and values from the last tile to the first."""
+    done = 0
+    turn = 0
+    for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
+        head, p_tile = work_item(tiles, i, M)
+        first = gl.load(p_tile).to(gl.int32)
+        first_k = gl.load(p_tile + 2).to(gl.int32)
+        blocks = gl.cdiv(gl.load(p_tile + 3).to(gl.int32), BN)
+        mbarrier.wait(used_q.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(landed_q.index(0), 2 * ROWS * (K + P) * 2)
+        for side in gl.static_range(2):
+            begin_copy(q, [first + side * ROWS, head * s_qh], landed_q.index(0), m_q.index(side))
+            if P > 0:
+                at = [first + side * ROWS, head * s_qh + K]
+                begin_copy(q_rest, at, landed_q.index(0), m_qp.index(side))
+        for j in range(blocks):
+            stage = done % STAGES
+            row = first_k + (blocks - 1 - j) * BN
+            # Keys two tiles back are used up: the first ones with a word of their own, later ones
+            # with the values before them, which the copy of the last values has waited for.
+            if j == 2:
+                mbarrier.wait(used_first.index(0), turn & 1)
+            elif j < 2:
+                mbarrier.wait(used.index(stage), done // STAGES & 1 ^ 1)
+            mbarrier.expect(landed_k.index(stage), BN * (K + P) * 2)
+            begin_copy(k, [row, head * s_kh], landed_k.index(stage), m_k.index(stage))
+            if P > 0:
+                begin_copy(k_rest, [row, head * s_rest_h], landed_k.index(stage), m_kp.index(stage))
+            mbarrier.wait(used.index(stage), done // STAGES & 1 ^ 1)
+            mbarrier.expect(landed_v.index(stage), BN * V * 2)
+            begin_copy(v, [row, head * s_vh], landed_v.index(stage), m_v.index(stage))
+            done += 1
+        turn += 1
+
+
+@gluon.jit
+def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
+    """Clear rows from ``left`` on: they may hold NaN, and 0 x NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(WIDTH // 64):
+        piece = tile.slice(k * 64, 64, dim=1)
+        piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def attend_side(
+    tiles,
+    m_q,
+    m_qp,
+    m_k,
+    m_kp,
+    m_v,
+    landed_q,
+    landed_k,
+    landed_v,
+    used_q,
+    used_first,
+    used,
+    my_turn,
+    your_turn,
+    out,
+    scale,
+    H,
+    M,
+    COUNT,
+    SIDE: gl.constexpr,
+    K: gl.constexpr,
+    P: gl.constexpr,
+    V: gl.constexpr,
+    BN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """What four warps do with 64 queries of every work item."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    zero = gl.zeros([ROWS, BN], gl.float32, S)
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
+    o_m = gl.arange(0, ROWS, ROW)
+    o_mo = SIDE * ROWS + gl.arange(0, ROWS, ROW_O)
+    o_v = gl.arange(0, V, gl.SliceLayout(0, O))
+    done = 0
+    turn = 0
+    asked = 0
+    if TURNS and SIDE == 1:
+        mbarrier.arrive(your_turn.index(0), count=1)
+    for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
+        head, p_tile = work_item(tiles, i, M)
+        first = gl.load(p_tile)
+        live = gl.load(p_tile + 1).to(gl.int32)
+        seen = gl.load(p_tile + 3).to(gl.int32)
+        first_sees = gl.load(p_tile + 4).to(gl.int32) + SIDE * ROWS
+        blocks = gl.cdiv(seen, BN)
+        # Keys of the last tile.
+        mbarrier.wait(landed_q.index(0), turn & 1)
+        stage = done % STAGES
+        mbarrier.wait(landed_k.index(stage), done // STAGES & 1)
+        b_k = m_k.index(stage).permute((1, 0))
+        s = warpgroup_mma(m_q.index(SIDE), b_k, zero, use_acc=False, is_async=True)
+        if P > 0:
+            b_kp = m_kp.index(stage).permute((1, 0))
+            s = warpgroup_mma(m_qp.index(SIDE), b_kp, s, is_async=True)
+        s = warpgroup_mma_wait(0, [s])
+        mbarrier.arrive(used_first.index(0), count=1)
+        at = (blocks - 1) * BN
+        visible = (at + o_n < seen)[None, :]
+        if CAUSAL:
+            visible = visible & (at + o_n[None, :] < first_sees + o_m[:, None])
+        s = gl.where(visible, s, float("-inf"))
+        highest = gl.maximum(gl.max(s, 1) * scale, -1e30)
+        p = gl.exp2(s * scale - highest[:, None])
+        total = gl.sum(p, 1)
+        b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
+        mixed = gl.zeros([ROWS, V], gl.float32, O)
+        mbarrier.wait(landed_v.index(stage), done // STAGES & 1)
+        if seen - at < BN:
+            zero_rows(m_v.index(stage), seen - at, BN, V)
+        meet()
+        for j in range(1, blocks):
+            before = done % STAGES
+            done += 1
+            stage = done % STAGES
+            phase = done // STAGES & 1
+            mbarrier.wait(landed_k.index(stage), phase)
+            if TURNS:
+                mbarrier.wait(my_turn.index(0), asked & 1)
+                asked += 1
+            b_k = m_k.index(stage).permute((1, 0))
+            s = warpgroup_mma(m_q.index(SIDE), b_k, zero, use_acc=False, is_async=True)
+            if P > 0:
+                b_kp = m_kp.index(stage).permute((1, 0))
+                s = warpgroup_mma(m_qp.index(SIDE), b_kp, s, is_async=True)
+            product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
+            if TURNS:
+                mbarrier.arrive(your_turn.index(0), count=1)
+            s = warpgroup_mma_wait(1, [s])
+            if CAUSAL:
+                at = (blocks - 1 - j) * BN
+                if at + BN > first_sees:
+                    visible = at + o_n[None, :] < first_sees + o_m[:, None]
+                    s = gl.where(visible, s, float("-inf"))
+            higher = gl.maximum(highest, gl.max(s, 1) * scale)
+            p = gl.exp2(s * scale - higher[:, None])
+            kept = gl.exp2(highest - higher)
+            total = total * kept + gl.sum(p, 1)
+            highest = higher
+            # Needed in the next round; here it keeps the assembler from moving the softmax behind
+            # the end of the product beside it.
+            mbarrier.wait(landed_v.index(stage), phase)
+            mixed = warpgroup_mma_wait(0, [product])
+            mbarrier.arrive(used.index(before), count=1)
+            mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
+            b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
+        mbarrier.arrive(used_q.index(0), count=1)
+        last = done % STAGES
+        product = warpgroup_mma(b_p, m_v.index(last), mixed, is_async=True)
+        mixed = warpgroup_mma_wait(0, [product])
+        mbarrier.arrive(used.index(last), count=1)
+        done += 1
+        turn += 1
+        mixed = mixed / gl.convert_layout(total, ROW_O)[:, None]
+        p_out = out + (first + o_mo[:, None]) * (H * V) + head * V + o_v[None, :]
+        gl.store(p_out, mixed.to(out.dtype.element_ty), mask=(o_mo < live)[:, None])
+
+
+@gluon.jit
+def flash_hopper_kernel(
+    q,
+    q_rest,
+    k,
+    k_rest,
+    v,
+    tiles,
+    out,
+    s_qh,
+    s_kh,
+    s_rest_h,
+    s_vh,
+    scale,
+    H,
+    M,
+    COUNT,
+    K: gl.constexpr,
+    P: gl.constexpr,
+    V: gl.constexpr,
+    BN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """Programs take work items of 128 queries in turn; ``scale`` includes the logarithm's base.
+
+    ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
+    the second part of queries and keys (P columns). ``s_qh`` and so on lie between two heads.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Barriers that one group waits for or arrives at between two of its own are allocated apart:
+    # Triton would have its warps meet between two uses of one allocation.
+    landed_q = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    landed_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    landed_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    used_q = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    used_first = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn_0 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    turn_1 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed_q.index(0), count=1)
+    mbarrier.init(used_q.index(0), count=2)
+    mbarrier.init(used_first.index(0), count=2)
+    mbarrier.init(turn_0.index(0), count=1)
+    mbarrier.init(turn_1.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(landed_k.index(i), count=1)
+        mbarrier.init(landed_v.index(i), count=1)
+        mbarrier.init(used.index(i), count=2)
+    m_q = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, K], TILE)
+    m_k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, K], TILE)
+    m_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, V], TILE)
+    m_qp = m_q
+    m_kp = m_k
+    if P > 0:
+        m_qp = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, P], TILE)
+        m_kp = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, P], TILE)
+    meet()
+    gl.warp_specialize(
+        [
+            (
+                attend_side,
+                (
+                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
+                    used_first, used, turn_0, turn_1, out, scale, H, M, COUNT,
+                    0, K, P, V, BN, CAUSAL, TURNS,
+                ),
+            ),
+            (
+                attend_side,
+                (
+                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
+                    used_first, used, turn_1, turn_0, out, scale, H, M, COUNT,
+                    1, K, P, V, BN, CAUSAL, TURNS,
+                ),
+            ),
+            (
+                fetch_tiles,
+                (
+                    q, q_rest, k, k_rest, v, tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k,
+                    landed_v, used_q, used_first, used, s_qh, s_kh, s_rest_h, s_vh, M, COUNT, K, P,
+                    V, BN,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,381 @@
+"""One token of Kimi Delta Attention for compute capability 9.0, in Gluon.
+
+A unit is one head of one sequence. Its state, 64 KB in one run of memory, is fetched by the copy
+engine into one of STAGES buffers, while states that came before are worked on.
+"""
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# Triton 3.6 has the second name of each, later ones the first.
+meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def sigmoid(x):
+    """As in ``step_kernel``: a power of two and a reciprocal root."""
+    root = gl.rsqrt(1.0 + gl.exp2(x * -1.4426950408889634))
+    return root * root
+
+
+@gluon.jit
+def decay_factor(logits, rate, lower_bound, BOUNDED: gl.constexpr):
+    """What a key channel keeps of its state; float32."""
+    if BOUNDED:
+        g = lower_bound * sigmoid(rate * logits)
+    else:
+        # softplus without overflow: max(x, 0) + log(1 + exp(-|x|))
+        g = -rate * (gl.maximum(logits, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(logits))))
+    return gl.exp2(g * 1.4426950408889634)
+
+
+@gluon.jit
+def fetch(pool, buffer, landed, cell, SIZE: gl.constexpr):
+    """Begin to copy a state of SIZE bytes; for padding there is nothing to wait for."""
+    real = cell >= 0
+    mbarrier.expect(landed, SIZE, pred=real)
+    begin_copy(pool, [cell.to(gl.int32), 0, 0], landed, buffer, pred=real)
+    mbarrier.arrive(landed, count=1, pred=cell < 0)
+
+
+@gluon.jit
+def vectors(K: gl.constexpr):
+    """Room for a group's vectors and for the sums of its warps.
+
+    Apart, or the compiler puts a barrier between one store and the next.
+    """
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    m_row = ()
+    m_sum = ()
+    for _ in gl.static_range(6):
+        m_row = m_row + (gl.allocate_shared_memory(gl.float32, [K], FLAT),)  # noqa: RUF005
+    for _ in gl.static_range(3):
+        m_sum = m_sum + (gl.allocate_shared_memory(gl.float32, [4], FLAT),)  # noqa: RUF005
+    return m_row, m_sum
+
+
+@gluon.jit
+def weighed(taps, b_conv, LAYOUT: gl.constexpr):
+    """The convolution of one stream: taps times the four columns of ``b_conv`` [K, 4], SiLU."""
+    even, odd = gl.split(gl.reshape(b_conv, [b_conv.shape[0], 2, 2]))
+    conv_0, conv_2 = gl.split(even)
+    conv_1, conv_3 = gl.split(odd)
+    y = taps[0].to(gl.float32) * gl.convert_layout(conv_0, LAYOUT)
+    y += taps[1].to(gl.float32) * gl.convert_layout(conv_1, LAYOUT)
+    y += taps[2].to(gl.float32) * gl.convert_layout(conv_2, LAYOUT)
+    y += taps[3].to(gl.float32) * gl.convert_layout(conv_3, LAYOUT)
+    return y * sigmoid(y)
+
+
+@gluon.jit
+def taps_of(p_x, p_window, s_tap, o_k):
+    """The last four inputs of every channel, oldest first."""
+    return (
+        gl.load(p_window + o_k),
+        gl.load(p_window + s_tap + o_k),
+        gl.load(p_window + 2 * s_tap + o_k),
+        gl.load(p_x + o_k),
+    )
+
+
+@gluon.jit
+def carry_on(p_window, taps, s_tap, o_k):
+    """Store all taps but the oldest as the new window."""
+    for j in gl.static_range(3):
+        gl.store(p_window + j * s_tap + o_k, taps[j + 1].to(p_window.dtype.element_ty))
+
+
+@gluon.jit
+def advance(
+    pool,
+    buffer,
+    landed,
+    phase,
+    later_cell,
+    m_row,
+    m_sum,
+    qkv,
+    gate,
+    decay,
+    write,
+    conv,
+    a_log,
+    dt_bias,
+    o_norm,
+    p_window,
+    p_state,
+    out,
+    s_qkv,
+    s_gate,
+    s_decay,
+    s_write,
+    s_tap,
+    s_stream,
+    eps,
+    lower_bound,
+    H,
+    i_b,
+    i_h,
+    K: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    KEEP: gl.constexpr,
+    STORE: gl.constexpr,
+):
+    """Advance one unit by four warps.
+
+    Vectors have a channel a thread; ``m_row`` brings them to where the state's rows and columns
+    are. Keys and queries get their length last: of q~ = q / |q| the mixture is
+    ``(S^T q) / |q|``, so the threads meet once before the state is read.
+    """
+    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [1, 4], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    PART: gl.constexpr = 16
+    o_k = gl.arange(0, K, P)
+    column = i_h * K
+    x = qkv + i_b * s_qkv + column
+    q_taps = taps_of(x, p_window, s_tap, o_k)
+    k_taps = taps_of(x + H * K, p_window + s_stream, s_tap, o_k)
+    v_taps = taps_of(x + 2 * H * K, p_window + 2 * s_stream, s_tap, o_k)
+    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
+    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
+    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
+    q_conv = gl.load(p_conv)
+    k_conv = gl.load(p_conv + H * K * 4)
+    v_conv = gl.load(p_conv + 2 * H * K * 4)
+    logits = gl.load(decay + i_b * s_decay + column + o_k).to(gl.float32)
+    bias = gl.load(dt_bias + column + o_k)
+    open_to = gl.load(gate + i_b * s_gate + column + o_k).to(gl.float32)
+    norm = gl.load(o_norm + o_k)
+    rate = gl.exp(gl.load(a_log + i_h))
+    beta = sigmoid(gl.load(write + i_b * s_write + i_h).to(gl.float32))
+
+    b_q = weighed(q_taps, q_conv, P)
+    b_k = weighed(k_taps, k_conv, P)
+    alpha = decay_factor(logits + bias, rate, lower_bound, BOUNDED)
+    written = beta * b_k
+    m_row[0].store(b_k * alpha)
+    m_row[1].store(b_q * alpha)
+    m_row[2].store(alpha)
+    m_row[3].store(written)
+    m_row[4].store(weighed(v_taps, v_conv, P))
+    m_row[5].store(norm * sigmoid(open_to))
+    m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
+    m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
+    m_sum[2].store(gl.sum(gl.reshape(b_q * written, [4, K // 4]), 1))
+    # From here on nobody reads the window, and everybody may read what was stored.
+    meet()
+    carry_on(p_window, q_taps, s_tap, o_k)
+    carry_on(p_window + s_stream, k_taps, s_tap, o_k)
+    carry_on(p_window + 2 * s_stream, v_taps, s_tap, o_k)
+    q_scale = gl.rsqrt(gl.sum(m_sum[0].load(ALL), 0) + 1e-6) * K**-0.5
+    k_scale = gl.rsqrt(gl.sum(m_sum[1].load(ALL), 0) + 1e-6)
+    overlap = gl.sum(m_sum[2].load(ALL), 0) * q_scale * k_scale
+
+    mbarrier.wait(landed, phase)
+    tile = buffer.reshape([K, K])
+    by_k = gl.zeros([PART, K], gl.float32, S)
+    by_q = gl.zeros([PART, K], gl.float32, S)
+    parts = ()
+    for i in gl.static_range(K // PART):
+        b_s = tile.slice(i * PART, PART).load(S)
+        by_k += b_s * m_row[0].slice(i * PART, PART).load(ROW)[:, None]
+        by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
+        if KEEP:
+            parts = parts + (b_s,)  # noqa: RUF005
+    meet()
+    if KEEP:
+        fetch(pool, buffer, landed, later_cell, K * K * 4)
+    # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
+    u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
+    o = q_scale * gl.sum(by_q, 0) + overlap * u
+    step = k_scale * u
+    o_v = gl.arange(0, K, COLUMN)
+    o_r = gl.arange(0, PART, ROW)
+    p_tile = p_state + o_r[:, None] * K + o_v[None, :]
+    for i in gl.static_range(K // PART):
+        b_s = parts[i] if KEEP else tile.slice(i * PART, PART).load(S)
+        kept = m_row[2].slice(i * PART, PART).load(ROW)
+        added = m_row[3].slice(i * PART, PART).load(ROW)
+        b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+        gl.store(p_tile + i * PART * K, b_s, cache_modifier=STORE)
+    scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
+    y = o * scale * m_row[5].load(COLUMN)
+    gl.store(out + i_b * H * K + column + o_v, y.to(out.dtype.element_ty))
+
+
+@gluon.jit
+def group(
+    pool,
+    buffers,
+    landed,
+    m_row,
+    m_sum,
+    qkv,
+    gate,
+    decay,
+    write,
+    conv,
+    a_log,
+    dt_bias,
+    o_norm,
+    windows,
+    states,
+    cells,
+    out,
+    s_qkv,
+    s_gate,
+    s_decay,
+    s_write,
+    s_cells,
+    s_window,
+    s_tap,
+    s_stream,
+    s_state,
+    eps,
+    lower_bound,
+    H,
+    units,
+    first,
+    every,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    K: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    KEEP: gl.constexpr,
+    STORE: gl.constexpr,
+):
+    """What four warps do: every GROUPS-th unit of this program, from the GROUP-th on.
+
+    Who has used up a buffer fills it anew, for whoever is next.
+    """
+    V: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    o_v = gl.arange(0, K, V)
+    number = gl.cdiv(units - first, every)
+    for j in range(GROUP, number, GROUPS):
+        unit = first + j * every
+        i_b = (unit // H).to(gl.int64)
+        i_h = unit % H
+        cell = gl.load(cells + i_b * s_cells + i_h)
+        later = unit + STAGES * every
+        later_cell = gl.load(
+            cells + (later // H).to(gl.int64) * s_cells + later % H, mask=later < units, other=-1
+        )
+        buffer = buffers.index(j % STAGES)
+        ready = landed.index(j % STAGES)
+        phase = j // STAGES & 1
+        if cell >= 0:
+            advance(
+                pool, buffer, ready, phase, later_cell, m_row, m_sum, qkv, gate, decay, write,
+                conv, a_log, dt_bias, o_norm, windows + cell * s_window, states + cell * s_state,
+                out, s_qkv, s_gate, s_decay, s_write, s_tap, s_stream, eps, lower_bound, H, i_b,
+                i_h, K, BOUNDED, KEEP, STORE,
+            )  # fmt: skip
+            # The next unit's vectors go where this one's are.
+            meet()
+            if not KEEP:
+                fetch(pool, buffer, ready, later_cell, K * K * 4)
+        else:
+            mbarrier.wait(ready, phase)
+            zero = gl.zeros([K], out.dtype.element_ty, V)
+            gl.store(out + i_b * H * K + i_h * K + o_v, zero)
+            meet()
+            fetch(pool, buffer, ready, later_cell, K * K * 4)
+
+
+@gluon.jit
+def kda_step_ring_kernel(
+    pool,
+    qkv,
+    gate,
+    decay,
+    write,
+    conv,
+    a_log,
+    dt_bias,
+    o_norm,
+    windows,
+    states,
+    cells,
+    out,
+    s_qkv,
+    s_gate,
+    s_decay,
+    s_write,
+    s_cells,
+    s_window,
+    s_tap,
+    s_stream,
+    s_state,
+    eps,
+    lower_bound,
+    H,
+    units,
+    every,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    K: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    KEEP: gl.constexpr,
+    STORE: gl.constexpr,
+):
+    """Units ``program_id``, ``program_id + every``, ...; a cell below 0 is padding: zeros.
+
+    ``pool`` describes blocks [1, K, K] of ``states``. For the rest see ``kda_step_kernel``.
+    """
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
+    first = gl.program_id(0)
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(landed.index(i), count=1)
+    meet()
+    buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K, K], PLAIN)
+    m_row, m_sum = vectors(K)
+    if GROUPS == 2:
+        other_row, other_sum = vectors(K)
+    for i in gl.static_range(STAGES):
+        unit = first + i * every
+        cell = gl.load(
+            cells + (unit // H).to(gl.int64) * s_cells + unit % H, mask=unit < units, other=-1
+        )
+        fetch(pool, buffers.index(i), landed.index(i), cell, K * K * 4)
+    if GROUPS == 1:
+        group(
+            pool, buffers, landed, m_row, m_sum, qkv, gate, decay, write, conv,
+            a_log, dt_bias, o_norm, windows, states, cells, out, s_qkv, s_gate, s_decay, s_write,
+            s_cells, s_window, s_tap, s_stream, s_state, eps, lower_bound, H, units, first, every,
+            0, 1, STAGES, K, BOUNDED, KEEP, STORE,
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    group,
+                    (
+                        pool, buffers, landed, m_row, m_sum, qkv, gate, decay,
+                        write, conv, a_log, dt_bias, o_norm, windows, states, cells, out, s_qkv,
+                        s_gate, s_decay, s_write, s_cells, s_window, s_tap, s_stream, s_state, eps,
+                        lower_bound, H, units, first, every, 0, 2, STAGES, K, BOUNDED, KEEP, STORE,
+                    ),
+                ),
+                (
+                    group,
+                    (
+                        pool, buffers, landed, other_row, other_sum, qkv, gate, decay,
+                        write, conv, a_log, dt_bias, o_norm, windows, states, cells, out, s_qkv,
+                        s_gate, s_decay, s_write, s_cells, s_window, s_tap, s_stream, s_state, eps,
+                        lower_bound, H, units, first, every, 1, 2, STAGES, K, BOUNDED, KEEP, STORE,
+                    ),
+                ),
+            ],
+            [4],
+            [232],
+        )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Launches of the products in ``few_kernel.py``: experts with up to 16 pairs, on Hopper.
+
+Wider tiles have the products in ``experts_kernel.py``, over the same memory.
+"""
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from k3vl.errors import ShapeError
+from k3vl.kernels.moe.plan import EIGHT, ExpertPlan
+from k3vl.kernels.moe.separate import separate_down, separate_gate_up
+from k3vl.kernels.situ import SituGLU, caps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+    from k3vl.kernels.situ import GatedActivation
+
+_STEP_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Few:
+    """How a product is cut.
+
+    Attributes:
+        warps: of a program.
+        parts: groups of warps that share a block of rows, each with its share of the columns.
+        depth: steps of 128 columns whose weights are under way.
+        registers: of a thread at most; None: as many as it takes.
+        together: those of ``depth`` steps are asked for at once.
+        staged: those lie in shared memory, not in registers.
+        ahead: bring all of a program's weights into the L2 cache by one instruction at its start.
+    """
+
+    warps: int = 4
+    parts: int = 1
+    depth: int = 2
+    registers: int | None = None
+    together: bool = False
+    staged: bool = False
+    ahead: bool = False
+
+    def fits(self, features: int, columns: int) -> bool:
+        """Whether blocks divide a matrix; a block of rows has 32, or 16 gates and their ups."""
+        steps = columns // _STEP_COLUMNS
+        return (
+            features % (self.warps // self.parts) == 0
+            and columns % _STEP_COLUMNS == 0
+            and steps % (self.parts * (1 if self.staged else self.depth)) == 0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewShapes:
+    """The way in, the way back, and whether launches overlap."""
+
+    gate_up: Few = Few()
+    down: Few = Few()
+    overlap: bool = True
+
+
+def can_take(stored: Mxfp4Experts, shapes: FewShapes) -> bool:
+    """Whether blocks fit into the experts' widths."""
+    latent, inner = stored.latent, stored.inner
+    return (
+        inner % 16 == latent % 32 == 0
+        and shapes.gate_up.fits(inner // 16, latent)
+        and shapes.down.fits(latent // 32, inner)
+    )
+
+
+def few_products(
+    x: torch.Tensor,
+    plan: ExpertPlan | torch.Tensor,
+    stored: Mxfp4Experts,
+    activation: GatedActivation,
+    top_k: int,
+    shapes: FewShapes,
+    launch: Callable[..., None] | None = None,
+) -> torch.Tensor:
+    """Every pair's output by itself.
+
+    Args:
+        x: [N, L] bfloat16.
+        plan: of its pairs, with tiles of EIGHT; or the experts of a single token, [1, k] int64,
+            where every pair is a tile and nothing needs to be planned.
+        stored: the experts; see :func:`can_take`.
+        activation: theirs.
+        top_k: experts a token.
+        shapes: how the products are cut.
+        launch: takes kernel, grid, arguments and constants; None starts it on the device.
+
+    Returns:
+        [N k, L] by pair, in the dtype of ``x``.
+
+    Raises:
+        ShapeError: the blocks do not fit.
+    """
+    if not can_take(stored, shapes):
+        raise ShapeError(f"few products: L {stored.latent}, I {stored.inner}, {shapes}")
+    pairs = x.shape[0] * top_k
+    hidden = x.new_empty(pairs, stored.inner)
+    outputs = x.new_empty(pairs, stored.latent)
+    wide = None
+    if isinstance(plan, ExpertPlan):
+        lists, tiles = plan.lists(EIGHT), plan.tiles[EIGHT].expert.numel()
+        others = {width: given for width, given in plan.tiles.items() if width != EIGHT}
+        wide = ExpertPlan(order=plan.order, tiles=others)
+    else:
+        lists, tiles = (plan.reshape(-1),) * 5, pairs
+    alone = wide is None
+    # Of the launches that overlap each waits for the one before, and so for all before that.
+    overlap = shapes.overlap and not (wide and wide.tiles)
+    shared = {"ALONE": alone, "OVERLAP": overlap}
+    start = launch or _start
+    _gate_up(start, shapes.gate_up, tiles, x, stored, lists, hidden, top_k, activation, shared)
+    if wide:
+        separate_gate_up(x, wide, stored, activation, top_k, hidden)
+    _down(start, shapes.down, tiles, hidden, stored, lists, outputs, shared)
+    if wide:
+        separate_down(hidden, wide, stored, outputs)
+    return outputs
+
+
+def _gate_up(
+    start: Callable[..., None],
+    shape: Few,
+    tiles: int,
+    x: torch.Tensor,
+    stored: Mxfp4Experts,
+    lists: tuple[torch.Tensor, ...],
+    hidden: torch.Tensor,
+    top_k: int,
+    activation: GatedActivation,
+    shared: dict[str, bool],
+) -> None:
+    from k3vl.kernels.moe.few_kernel import gate_up_few_kernel
+
+    start(
+        gate_up_few_kernel, (stored.inner // 16 // (shape.warps // shape.parts), tiles),
+        x.contiguous().view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), *lists,
+        hidden, top_k, *caps(activation), WIDTH=stored.latent, INNER=stored.inner,
+        SITU=isinstance(activation, SituGLU), **_constants(shape), **shared,
+    )  # fmt: skip
+
+
+def _down(
+    start: Callable[..., None],
+    shape: Few,
+    tiles: int,
+    hidden: torch.Tensor,
+    stored: Mxfp4Experts,
+    lists: tuple[torch.Tensor, ...],
+    outputs: torch.Tensor,
+    shared: dict[str, bool],
+) -> None:
+    from k3vl.kernels.moe.few_kernel import down_few_kernel
+
+    start(
+        down_few_kernel, (stored.latent // 32 // (shape.warps // shape.parts), tiles),
+        hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), *lists, outputs,
+        INNER=stored.inner, WIDTH=stored.latent, launch_pdl=shared["OVERLAP"],
+        **_constants(shape), **shared,
+    )  # fmt: skip
+
+
+def _constants(shape: Few) -> dict[str, int | bool | None]:
+    return {
+        "WARPS": shape.warps,
+        "PARTS": shape.parts,
+        "DEPTH": shape.depth,
+        "TOGETHER": shape.together,
+        "STAGED": shape.staged,
+        "AHEAD": shape.ahead,
+        "num_warps": shape.warps,
+        "maxnreg": shape.registers,
+    }
+
+
+def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    kernel[grid](*args, **options)

@@ -1,0 +1,403 @@
+"""The grouped products over MXFP4 weights for few tokens, in Gluon for compute capability 9.0.
+
+Warps share nothing: a thread loads words of its own, 16 bytes at a time and long before it decodes
+them, and a warp multiplies what its threads have decoded in one piece of code (``mma.sync``,
+16 rows by eight tokens). No barrier, no way through shared memory. What the tensor cores take as
+neighbouring columns may be any, as long as weights and tokens agree: of the four threads that share
+a row each takes the group of 32 columns that lies in its 16 bytes.
+
+Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
+"""
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005 - Triton takes a tuple apart, but not in another one
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
+    async_copy_global_to_shared,
+    commit_group,
+    wait_group,
+)
+
+from k3vl.kernels.situ.glu_kernel import activated
+
+ACC, A, B, X, SCALE = 8, 16, 24, 32, 48
+"""First operand of each kind: sums, words of either 16 rows, tokens, words of scales."""
+SELECT, LANE = 80, 88
+
+
+def _product(*, split: bool) -> str:
+    """Machine code: 128 columns more for sums of 32 rows and eight tokens; see ``_step``."""
+    lines = ["{", ".reg .b32 m, s, f<4>, a<8>, x<16>;"]
+    for row in range(4):
+        lines += [
+            f"shfl.sync.idx.b32 s, ${SCALE + 8 * row}, ${LANE}, 31, -1;",
+            f"prmt.b32 s, s, 0, ${SELECT};",
+            f"mad.lo.u32 f{row}, s, 128, 0x3f003f00;",
+        ]
+    if not split:
+        lines += map(_neighbours, range(16))
+    for i in range(4):
+        for rows in range(2):
+            for step in range(2):
+                lines += _decoded_step(i, rows, step, split=split)
+            for step in range(2):
+                n = 2 * (i % 2) + 4 * (i // 2) + step
+                right = f"${X + 2 * n}, ${X + 2 * n + 1}"
+                if not split:
+                    right = f"x{4 * i + 2 * step}, x{4 * i + 2 * step + 1}"
+                to = [f"${4 * rows + c}" for c in range(4)]
+                given = to if i or step else [f"${ACC + 4 * rows + c}" for c in range(4)]
+                left = ", ".join(f"a{4 * step + r}" for r in range(4))
+                lines.append(
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                    f"{{{', '.join(to)}}}, {{{left}}}, {{{right}}}, {{{', '.join(given)}}};"
+                )
+    return "\n".join([*lines, "}"])
+
+
+def _neighbours(at: int) -> str:
+    """Columns 16 p + n and 16 p + 8 + n of a token, of which 16 lie in eight registers."""
+    word, field = divmod(at, 4)
+    n = field + 4 * (word % 2)
+    low = X + 8 * (word // 2) + n // 2
+    return f"prmt.b32 x{at}, ${low}, ${low + 4}, {'0x7632' if n % 2 else '0x5410'};"
+
+
+def _decoded_step(i: int, rows: int, step: int, *, split: bool) -> list[str]:
+    """The left operand of one product, four registers from a(4 step) on.
+
+    Of 16 columns, half come from one field and half from the next; or, where tokens are split by n,
+    from the same field of the words for two neighbouring pairs of j.
+    """
+    if split:
+        source = [(i // 2 + 2 * half, 2 * (i % 2) + step) for half in range(2)]
+    else:
+        source = [(i, 2 * step + half) for half in range(2)]
+    lines = []
+    for half, (word, field) in enumerate(source):
+        for below in range(2):
+            given = f"${(A, B)[rows] + 4 * below + word}"
+            to = f"a{4 * step + 2 * half + below}"
+            lines += _decoded(given, field, f"f{2 * rows + below}", to)
+    return lines
+
+
+def _decoded(word: str, field: int, factor: str, to: str) -> list[str]:
+    """A pair of columns of a stored word, times their scale; ``mxfp4.py`` has the bits."""
+    if field == 3:
+        lines = [
+            f"shr.b32 m, {word}, 4;",
+            "and.b32 m, m, 0x00C000C0;",
+            f"shr.b32 s, {word}, 5;",
+            "lop3.b32 m, s, 0x01000100, m, 0xEA;",
+            f"shl.b32 s, {word}, 1;",
+            "lop3.b32 m, s, 0x80008000, m, 0xEA;",
+        ]
+    else:
+        lines = [f"shl.b32 m, {word}, {3 * field};", "and.b32 m, m, 0x81C081C0;"]
+    return [*lines, f"mul.rn.bf16x2 {to}, m, {factor};"]
+
+
+PRODUCT = gl.constexpr(_product(split=False))
+PRODUCT_SPLIT = gl.constexpr(_product(split=True))
+"""The same for tokens that lie split by n, then j, as the first product writes them."""
+REGISTERS = gl.constexpr(",".join([*["=&f"] * 8, *map(str, range(8)), *["r"] * 80]))
+"""Sums are written before all operands are read, so nothing else may lie where they do."""
+STAY = gl.constexpr("bar.warp.sync -1; // dummy $0")
+"""Loads in front of it stay there; else the assembler puts them where their results are needed."""
+WAIT = gl.constexpr("griddepcontrol.wait; // dummy $0")
+GO_ON = gl.constexpr("griddepcontrol.launch_dependents; // dummy $0")
+FETCH = gl.constexpr("""
+{
+    .reg .b32 t;
+    .reg .pred first;
+    mov.u32 t, %tid.x;
+    setp.eq.u32 first, t, 0;
+    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+}
+""")
+"""Bring so many bytes into the L2 cache."""
+
+
+@gluon.jit
+def _threads(WARPS: gl.constexpr, COUNT: gl.constexpr):
+    """Thread numbers [32 WARPS] and element numbers [COUNT] of a block."""
+    L: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [WARPS, 1], [1, 0])
+    t = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, L))
+    return t, gl.arange(0, COUNT, gl.SliceLayout(0, L))
+
+
+@gluon.jit
+def _control(CODE: gl.constexpr):
+    gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fetch(at, BYTES: gl.constexpr):
+    at = at.to(gl.int64)
+    gl.inline_asm_elementwise(FETCH, "=r,l,r", [at, BYTES], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _words(at, apart, WARPS: gl.constexpr):
+    """Four words of rows g and g + 8 of a thread: [32 WARPS, 8]."""
+    _t, e = _threads(WARPS, 8)
+    return gl.load(at + (e // 4 * apart + e % 4)[None, :], cache_modifier=".cg")
+
+
+@gluon.jit
+def _scales(a_at, b_at, k, apart):
+    """A word of four scales for each of a thread's four rows."""
+    a_at += k
+    b_at += k
+    return gl.load(a_at), gl.load(a_at + apart), gl.load(b_at), gl.load(b_at + apart)
+
+
+@gluon.jit
+def _step(
+    acc, words, i, groups, x_at, k, select, lane, SPLIT: gl.constexpr, WORDS: gl.constexpr
+):  # fmt: skip
+    """Sums of 32 rows and eight tokens, and 128 columns more of them.
+
+    All [threads, 8]: sums of rows g and g + 8 of ``a``, columns 2 q and 2 q + 1, then of ``b``;
+    words; tokens; the other operands are the same for all eight.
+    """
+    CODE: gl.constexpr = PRODUCT_SPLIT if SPLIT else PRODUCT
+    x_at += (k + i) * (8 if SPLIT else 64)
+    x0, x1 = gl.load(x_at), gl.load(x_at + (WORDS * 2 if SPLIT else 8))
+    s0, acc = gl.broadcast(groups[0], acc)
+    s1, acc = gl.broadcast(groups[1], acc)
+    s2, acc = gl.broadcast(groups[2], acc)
+    s3, acc = gl.broadcast(groups[3], acc)
+    select, acc = gl.broadcast(select, acc)
+    lane, acc = gl.broadcast(lane, acc)
+    return gl.inline_asm_elementwise(
+        CODE, REGISTERS,
+        [acc, words[2 * i], words[2 * i + 1], x0, x1, s0, s1, s2, s3, select, lane],
+        dtype=gl.float32, is_pure=True, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _rows_times_tokens(
+    w, scale, x, row_a, row_b, token,
+    WORDS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, DEPTH: gl.constexpr,
+    TOGETHER: gl.constexpr, STAGED: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them.
+
+    Every of PARTS groups of warps takes its share of the columns.
+    """
+    t, e = _threads(WARPS, 8)
+    q = t % 4
+    STEPS: gl.constexpr = WORDS // 16 // PARTS
+    AT_ONCE: gl.constexpr = 1 if STAGED else DEPTH
+    part = t // 32 // (WARPS // PARTS) * STEPS
+    a_at = (w + row_a * WORDS + part * 16 + 4 * q)[:, None]
+    b_at = (w + row_b * WORDS + part * 16 + 4 * q)[:, None]
+    sa_at = (scale + row_a * (WORDS // 16) + part + q % AT_ONCE)[:, None]
+    sb_at = (scale + row_b * (WORDS // 16) + part + q % AT_ONCE)[:, None]
+    if SPLIT:
+        x_at = (x + token * (WORDS * 4) + part * 8 + 2 * q)[:, None] + (
+            e // 2 * (WORDS // 2) + e % 2
+        )[None, :]
+    else:
+        x_at = (x + token * (WORDS * 4) + (part * 4 + q) * 16)[:, None] + e[None, :]
+    select = (q * 0x0101 + 0x4040)[:, None]
+    acc = gl.zeros(
+        [32 * WARPS, 8], gl.float32, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
+    )
+    if STAGED:
+        acc = _staged_steps(
+            acc, a_at, b_at, sa_at, sb_at, x_at, select, STEPS, WORDS, WARPS, DEPTH, SPLIT, WAITS
+        )
+    else:
+        acc = _steps(
+            acc, a_at, b_at, sa_at, sb_at, x_at, select,
+            STEPS, WORDS, WARPS, DEPTH, TOGETHER, SPLIT, WAITS,
+        )  # fmt: skip
+    if PARTS > 1:
+        acc = gl.sum(acc.reshape([PARTS, 32 * WARPS // PARTS, 8]), axis=0)
+    return acc
+
+
+@gluon.jit
+def _steps(
+    acc, a_at, b_at, sa_at, sb_at, x_at, select,
+    STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    TOGETHER: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """All steps of 128 columns; words of the next DEPTH lie in registers or are on their way."""
+    BELOW: gl.constexpr = 8 * WORDS
+    t, _e = _threads(WARPS, 8)
+    words = ()
+    for i in gl.static_range(DEPTH):
+        words = words + (
+            _words(a_at + i * 16, BELOW, WARPS), _words(b_at + i * 16, BELOW, WARPS),
+        )  # fmt: skip
+    groups = _scales(sa_at, sb_at, 0, BELOW // 16)
+    if WAITS:
+        _control(WAIT)
+    for k in range(0, STEPS - DEPTH, DEPTH):
+        later = ()
+        coming = _scales(sa_at, sb_at, k + DEPTH, BELOW // 16)
+        for i in gl.static_range(DEPTH):
+            lane = (t % 32 // 4 * 4 + i)[:, None]
+            acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
+            at = (k + i + DEPTH) * 16
+            later = later + (_words(a_at + at, BELOW, WARPS), _words(b_at + at, BELOW, WARPS))
+            if not TOGETHER:
+                _control(STAY)
+        words = later
+        groups = coming
+    for i in gl.static_range(DEPTH):
+        lane = (t % 32 // 4 * 4 + i)[:, None]
+        acc = _step(acc, words, i, groups, x_at, STEPS - DEPTH, select, lane, SPLIT, WORDS)
+    return acc
+
+
+@gluon.jit
+def _copy_words(room, slot, a_at, b_at, k, STEPS: gl.constexpr, BELOW: gl.constexpr,
+                WARPS: gl.constexpr):  # fmt: skip
+    """Begin to copy the words of step ``k``, if there is one, to a slot of shared memory."""
+    t, e = _threads(WARPS, 8)
+    live = (t >= 0)[:, None] & (e >= 0)[None, :] & (k < STEPS)
+    offset = (e // 4 * BELOW + e % 4)[None, :] + k * 16
+    async_copy_global_to_shared(
+        room.index(2 * slot), a_at + offset, mask=live, cache_modifier=".cg"
+    )
+    async_copy_global_to_shared(
+        room.index(2 * slot + 1), b_at + offset, mask=live, cache_modifier=".cg"
+    )
+    commit_group()
+
+
+@gluon.jit
+def _staged_steps(
+    acc, a_at, b_at, sa_at, sb_at, x_at, select,
+    STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    SPLIT: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """The same; words of the next DEPTH steps are on their way to slots of shared memory.
+
+    A thread reads nothing but what it has copied itself.
+    """
+    BELOW: gl.constexpr = 8 * WORDS
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
+    # Halves of 16 bytes change places every four rows: eight threads then reach all banks.
+    room = gl.allocate_shared_memory(
+        gl.int32, [2 * DEPTH, 32 * WARPS, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
+    )
+    t, _e = _threads(WARPS, 8)
+    lane = (t % 32 // 4 * 4)[:, None]
+    for i in gl.static_range(DEPTH):
+        _copy_words(room, i, a_at, b_at, i, STEPS, BELOW, WARPS)
+    groups = _scales(sa_at, sb_at, 0, BELOW // 16)
+    if WAITS:
+        _control(WAIT)
+    slot = 0
+    for k in range(STEPS):
+        coming = _scales(sa_at, sb_at, gl.minimum(k + 1, STEPS - 1), BELOW // 16)
+        wait_group(DEPTH - 1)
+        words = (room.index(2 * slot).load(L), room.index(2 * slot + 1).load(L))
+        acc = _step(acc, words, 0, groups, x_at, k, select, lane, SPLIT, WORDS)
+        _copy_words(room, slot, a_at, b_at, k + DEPTH, STEPS, BELOW, WARPS)
+        slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
+        groups = coming
+    return acc
+
+
+@gluon.jit
+def gate_up_few_kernel(
+    x, w, scale, order, experts, tile_first, tile_end, tile_count, out, top_k, beta, linear_beta,
+    WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
+    PARTS: gl.constexpr, DEPTH: gl.constexpr, TOGETHER: gl.constexpr, STAGED: gl.constexpr,
+    AHEAD: gl.constexpr, ALONE: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """``out[pair] = glu(W1 x, W3 x)`` for 16 features a group of PARTS warps and eight pairs.
+
+    x [N, WIDTH / 2] words of two; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
+    words; out [N k, INNER] in sorted order. ALONE: every pair is a tile, experts as routed.
+    """
+    if OVERLAP:
+        _control(GO_ON)
+    tile = gl.program_id(1)
+    if ALONE:
+        first, end = tile, tile + 1
+    else:
+        if tile >= gl.load(tile_count):
+            return
+        first = gl.load(tile_first + tile)
+        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    ROWS: gl.constexpr = 16 * (WARPS // PARTS)
+    row = gl.load(experts + tile).to(gl.int64) * (2 * INNER) + gl.program_id(0) * ROWS
+    if AHEAD:
+        _fetch(w + row * (WIDTH // 8), ROWS * WIDTH // 2)
+        _fetch(w + (row + INNER) * (WIDTH // 8), ROWS * WIDTH // 2)
+    THREADS: gl.constexpr = 32 * WARPS // PARTS
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    t, _e = _threads(WARPS, 8)
+    own = row + t // 32 % (WARPS // PARTS) * 16 + t % 32 // 4
+    pair = gl.minimum(first + t % 32 // 4, end - 1)
+    if not ALONE:
+        pair = gl.load(order + pair)
+    token = (pair // top_k).to(gl.int64)
+    acc = _rows_times_tokens(
+        w, scale, x, own, own + INNER, token,
+        WIDTH // 8, WARPS, PARTS, DEPTH, TOGETHER, STAGED, False, False,
+    )  # fmt: skip
+    gate, up = gl.split(acc.reshape([THREADS, 2, 4]).permute((0, 2, 1)))
+    y = activated(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
+    y = gl.convert_layout(y, L)
+    t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]
+    e = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
+    place = first + t % 4 * 2 + e % 2
+    feature = gl.program_id(0) * ROWS + t // 32 * 16 + t % 32 // 4 + e // 2 * 8
+    gl.store(out + place.to(gl.int64) * INNER + feature, y, mask=place < end)
+
+
+@gluon.jit
+def down_few_kernel(
+    h, w, scale, order, experts, tile_first, tile_end, tile_count, out,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    DEPTH: gl.constexpr, TOGETHER: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr,
+    ALONE: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """``out[pair] = W2 h`` for 32 features a group of PARTS warps and eight pairs.
+
+    h [N k, 8, INNER / 16] words of two in sorted order; w [E, WIDTH, INNER / 8] words; scale
+    [E, WIDTH, INNER / 128] words; out [N k, WIDTH] by pair.
+    """
+    if OVERLAP:
+        _control(GO_ON)
+    tile = gl.program_id(1)
+    if ALONE:
+        first, end = tile, tile + 1
+    else:
+        if tile >= gl.load(tile_count):
+            return
+        first = gl.load(tile_first + tile)
+        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    ROWS: gl.constexpr = 32 * (WARPS // PARTS)
+    row = gl.load(experts + tile).to(gl.int64) * WIDTH + gl.program_id(0) * ROWS
+    if AHEAD:
+        _fetch(w + row * (INNER // 8), ROWS * INNER // 2)
+    THREADS: gl.constexpr = 32 * WARPS // PARTS
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
+    t, _e = _threads(WARPS, 8)
+    own = row + t // 32 % (WARPS // PARTS) * 32 + t % 32 // 4
+    place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
+    acc = _rows_times_tokens(
+        w, scale, h, own, own + 16, place,
+        INNER // 8, WARPS, PARTS, DEPTH, TOGETHER, STAGED, True, OVERLAP,
+    )  # fmt: skip
+    y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
+    t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]
+    e = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
+    pair = first + t % 4 * 2 + e % 2
+    there = pair < end
+    if not ALONE:
+        pair = gl.load(order + pair, mask=there, other=0)
+    feature = gl.program_id(0) * ROWS + t // 32 * 32 + t % 32 // 4 + e // 2 * 8
+    gl.store(out + pair.to(gl.int64) * WIDTH + feature, y, mask=there)

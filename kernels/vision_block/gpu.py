@@ -1,0 +1,88 @@
+"""A block of the vision tower on a CUDA device: what surrounds its products is in them.
+
+Its products are the library's, by way of torch: residuals are what they are added to, and GELU is
+the end of the one before it. Left are two norms and the rotation, a launch each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from k3vl.kernels.vision_block import check_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from k3vl.kernels.packed import Packed
+    from k3vl.kernels.vision_block import VisionAttention, VisionBlockWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VisionBlockGPU:
+    """See :class:`k3vl.kernels.vision_block.VisionBlockOp`; ``x`` is overwritten by the result.
+
+    Attributes:
+        norm: RMSNorm.
+        rotate: turns queries and keys where they lie.
+        attention: :mod:`k3vl.kernels.vision_attention`.
+        gelu_in_product, add_in_product: False for launches of their own, for measurements.
+        add_norm: a sum and its norm in one launch, instead of the sum in the product before.
+    """
+
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rotate: Callable[[torch.Tensor, torch.Tensor], None]
+    attention: VisionAttention
+    gelu_in_product: bool = True
+    add_in_product: bool = True
+    add_norm: (
+        Callable[
+            [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+        ]
+        | None
+    ) = None
+    _zeros: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = field(
+        default_factory=dict, repr=False
+    )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: VisionBlockWeights,
+        rotary: torch.Tensor,
+        items: Packed,
+    ) -> torch.Tensor:
+        """See :class:`k3vl.kernels.vision_block.VisionBlockOp`."""
+        w = weights
+        check_shapes(x, w, rotary, items)
+        qkv = F.linear(self.norm(x, w.attention_norm, w.eps), w.qkv)
+        heads = qkv.view(x.shape[0], 3 * w.heads, -1)  # [P, 3H, K]
+        self.rotate(heads[:, : 2 * w.heads], rotary)
+        q, k, v = heads.split(w.heads, 1)
+        mixed = self.attention(q, k, v, items).flatten(1)
+        if self.add_norm is None:
+            x = self._add_product(x, mixed, w.out)
+            normed = self.norm(x, w.mlp_norm, w.eps)
+        else:
+            x, normed = self.add_norm(x, F.linear(mixed, w.out), w.mlp_norm, w.eps)
+        return self._add_product(x, self._up(normed, w.up), w.down)
+
+    def _add_product(
+        self, x: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """``x`` + inputs weight^T, rounded once, in the memory of ``x``."""
+        if self.add_in_product:
+            return x.addmm_(inputs, weight.t())
+        return x + F.linear(inputs, weight)
+
+    def _up(self, normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The inner activations; GELU of the product before it is rounded."""
+        if self.gelu_in_product and normed.is_cuda:  # on a CPU torch's is the exact GELU
+            key = weight.shape[0], weight.dtype, weight.device
+            if (bias := self._zeros.get(key)) is None:  # the product has GELU behind a bias only
+                bias = self._zeros[key] = torch.zeros(key[0], dtype=key[1], device=key[2])
+            return torch._addmm_activation(bias, normed, weight.t(), use_gelu=True)
+        return F.gelu(F.linear(normed, weight), approximate="tanh")

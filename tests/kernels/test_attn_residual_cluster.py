@@ -1,0 +1,100 @@
+"""The Gluon kernel of attention residuals, on a CPU; its machine language is replaced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from k3vl.kernels.attn_residual.hopper import cluster_mix, cluster_takes
+from k3vl.kernels.attn_residual.reference import take_in
+from tests.kernels.ptx_on_cpu import Cluster
+
+NAN = float("nan")
+
+
+def exchange(_room: None, x: torch.Tensor, _which: int) -> torch.Tensor:
+    return x.sum((0, 1), keepdim=True).expand(x.shape)
+
+
+def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
+    lanes = torch.zeros_like(numbers[0])
+    for i in range(rows):
+        lanes[..., i], lanes[..., 16 + i] = numbers[i].sum(-1), numbers[rows + i].sum(-1)
+    return lanes
+
+
+STAND_INS = {
+    "open_room": lambda _: None,
+    "exchange": exchange,
+    "fold": fold,
+    "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
+    "other_half": lambda x: x.roll(16, -1),
+}
+
+
+def exactly(rows: torch.Tensor, query: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    scores = (rows * query).sum(-1) * torch.rsqrt(rows.square().mean(-1) + 1e-5)
+    mixed = (scores.softmax(0).unsqueeze(-1) * rows).sum(0)
+    return mixed * torch.rsqrt(mixed.square().mean(-1, keepdim=True) + 1e-5) * norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("depth", "width"), [(1, 64), (2, 192), (9, 7168), (16, 8192), (5, 512)])
+def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from tests.kernels.gluon_on_cpu import launch
+
+    def on_cpu(kernel, grid, *args, **constants) -> None:
+        launch(kernel, grid, *args, stand_ins=STAND_INS, **constants)
+
+    tokens = 2
+    query, norm = torch.randn(width) / 4, (torch.rand(width) + 0.5).to(dtype)
+    for added, fresh in ((False, False), (True, False), (True, True)):
+        rows = torch.full((depth, tokens, width + 8), NAN).to(dtype)[..., :width]
+        rows.copy_(torch.randn(depth, tokens, width))
+        y = torch.randn(tokens, width + 16).to(dtype)[:, :width] if added else None
+        taken = rows.clone()
+        take_in(taken, y, fresh=fresh)
+        if fresh:
+            rows[-1] = NAN
+        out = torch.full((tokens, width), NAN).to(dtype)
+        assert cluster_takes(rows, query, norm, y)
+        cluster_mix(rows, query, norm, 1e-5, y, fresh, out, launch=on_cpu)
+        assert torch.equal(rows, taken)
+        want = exactly(taken.double(), query.double(), norm.double())
+        assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    rows, w = torch.zeros(9, 2, 256).bfloat16(), torch.zeros(256)
+    assert cluster_takes(rows, w, w, rows[0])
+    assert not cluster_takes(rows[..., :250], w[:250], w[:250], None)
+    assert not cluster_takes(torch.zeros(9, 2, 260).bfloat16()[..., :256], w, w, None), "520 bytes"
+    assert not cluster_takes(rows, w, w, torch.zeros(2, 260).bfloat16()[:, 4:]), "8 bytes off"
+    assert not cluster_takes(torch.zeros(17, 2, 256), w, w, None)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16])
+def test_fold_brings_every_sum_to_its_lane(rows: int) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.cluster_kernel import FOLD
+
+    numbers = [[float(i) for i in torch.randint(0, 100, (32,))] for _ in range(2 * rows)]
+    got = Cluster(1, 32).run(FOLD.value[rows - 1], *numbers)
+    for i in range(16):
+        for first, lane in ((0, i), (rows, 16 + i)):
+            assert got[lane] == (sum(numbers[first + i]) if i < rows else 0)
+
+
+def test_exchanges_give_all_threads_the_sums_of_their_lanes() -> None:
+    """Twice, behind barriers of their own; nobody waits for bytes that do not come."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.cluster_kernel import FIRST, FROM_LANE, OPEN, SECOND
+
+    cluster = Cluster(8, 128)
+    room = cluster.run(OPEN.value, [0] * 1024)
+    for text in (FIRST, SECOND):
+        x = [float(i) for i in torch.randint(0, 100, (1024,))]
+        sums = cluster.run(text.value, room, x)
+        assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
+    assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024

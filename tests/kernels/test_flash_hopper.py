@@ -1,0 +1,148 @@
+"""The Gluon kernel of packed attention, on a CPU: all that is asynchronous comes late."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from k3vl.kernels.flash_hopper import (
+    HopperFlash,
+    hopper_flash,
+    hopper_flash_takes,
+    tile_rows,
+)
+from k3vl.kernels.packed import Packed
+from tests.kernels.gluon_on_cpu import Descriptor, launch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+HEADS = 2
+
+
+def on_cpu(kernel, grid, matrices, blocks, *args, **constants) -> None:
+    described = [Descriptor(x, tuple(b)) for x, b in zip(matrices, blocks, strict=True)]
+    launch(kernel, grid, *described, *args, **constants)
+
+
+def rows_of(count: int, *shape: int) -> torch.Tensor:
+    """Rows with others of NaN beside and behind them, 16 bytes from the beginning of memory."""
+    memory = torch.full((count + 9, shape[0] + 1, shape[1]), NAN, dtype=torch.bfloat16)
+    view = memory[4 : 4 + count, : shape[0]]
+    view.copy_(torch.randn(count, *shape))
+    return view
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    outs = []
+    parts = zip(q.split(lengths), k.split(contexts), v.split(contexts), strict=True)
+    for qi, ki, vi in parts:
+        scores = torch.einsum("ihk,jhk->hij", qi.double(), ki.double()) * q.shape[-1] ** -0.5
+        if causal:
+            hidden = torch.ones(scores.shape[1:]).triu(1 + len(ki) - len(qi)).bool()
+            scores = scores.masked_fill(hidden, float("-inf"))
+        outs.append(torch.einsum("hij,jhv->ihv", scores.softmax(-1), vi.double()))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("shape", [HopperFlash(0, turns=True), HopperFlash(3, turns=False)])
+def test_items_see_themselves(shape: HopperFlash) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    lengths = (1, 64, 65, 128, 129, 300, 520)
+    items = Packed.of(lengths, CPU)
+    qkv = rows_of(sum(lengths), 3 * HEADS, 128)
+    q, k, v = qkv.split(HEADS, 1)
+    assert hopper_flash_takes(q, k, v, None)
+    want = reference(q, k, v, lengths, lengths, causal=False)
+    got = hopper_flash(
+        q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None, shape=shape,
+        launch=on_cpu,
+    )  # fmt: skip
+    for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
+        assert (a.double() - b).norm() < 5e-3 * b.norm(), length
+
+
+def test_an_item_is_not_touched_by_its_neighbours() -> None:
+    torch.manual_seed(2)
+    random.seed(2)
+    lengths = (130, 70, 260)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: Sequence[int]) -> torch.Tensor:
+        items = Packed.of(own, CPU)
+        return hopper_flash(
+            q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None,
+            shape=HopperFlash(2, turns=True), launch=on_cpu,
+        )  # fmt: skip
+
+    q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
+    parts = list(zip(*(x.split(lengths) for x in (q, k, v)), strict=True))
+    alone = [run(*part, part[0].shape[:1]) for part in parts]
+    for x in (q, k, v):
+        x[130:200] = NAN
+    together = run(q, k, v, lengths).split(lengths)
+    assert torch.equal(together[0], alone[0])
+    assert together[1].isnan().all()
+    assert torch.equal(together[2], alone[2])
+
+
+@pytest.mark.parametrize("shape", [HopperFlash(0, turns=False), HopperFlash(2, turns=True)])
+def test_queries_see_what_is_before_them(shape: HopperFlash) -> None:
+    """Keys in two parts, the second one's own or shared by the heads; prefixes; odd lengths."""
+    torch.manual_seed(3)
+    random.seed(3)
+    lengths, contexts = (1, 128, 65, 200, 3), (1, 128, 385, 457, 258)
+    q, v = rows_of(sum(lengths), HEADS, 192), rows_of(sum(contexts), HEADS, 128)
+    joined, shared = rows_of(sum(contexts), HEADS, 192), rows_of(sum(contexts), 1, 64)
+    queries, keys = Packed.of(lengths, CPU), Packed.of(contexts, CPU)
+    for rest in (joined[..., 128:], shared.expand(-1, HEADS, -1)):
+        k = joined[..., :128]
+        assert hopper_flash_takes(q, k, v, rest)
+        whole = torch.cat([k, rest], -1)
+        want = reference(q, whole, v, lengths, contexts, causal=True)
+        got = hopper_flash(
+            q, k, v, 192**-0.5, queries=queries, keys=keys, causal=True, rest=rest, shape=shape,
+            launch=on_cpu,
+        )  # fmt: skip
+        for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
+            assert (a.double() - b).norm() < 5e-3 * b.norm(), length
+
+
+def test_a_tile_knows_its_keys() -> None:
+    assert tile_rows((130, 5), (130, 5), causal=False) == [
+        (0, 128, 0, 130, 130),
+        (128, 2, 0, 130, 130),
+        (130, 5, 130, 5, 5),
+    ]
+    assert tile_rows((130, 5), (140, 5), causal=True) == [
+        (128, 2, 0, 140, 139),
+        (0, 128, 0, 138, 11),
+        (130, 5, 140, 5, 1),
+    ]
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    x = torch.zeros(7, 3, 256, dtype=torch.bfloat16)
+    k, rest = x[..., :128], x[..., 128:192]
+    assert hopper_flash_takes(k, k, k, None)
+    assert hopper_flash_takes(x[..., :192], k, k, rest)
+    assert not hopper_flash_takes(k.float(), k.float(), k.float(), None), "float32"
+    assert not hopper_flash_takes(x[..., :64], x[..., :64], k, None), "another width"
+    assert not hopper_flash_takes(x[..., 1:129], k, k, None), "2 bytes off"
+    odd = torch.zeros(7, 3, 132, dtype=torch.bfloat16)[..., :128]
+    assert not hopper_flash_takes(odd, k, k, None), "heads 264 bytes apart"

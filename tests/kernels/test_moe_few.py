@@ -1,0 +1,96 @@
+"""The products for few tokens, in Gluon and machine code, on an imitation of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from k3vl.kernels.moe import moe_experts
+from k3vl.kernels.moe.few import Few, FewShapes, few_products
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
+from k3vl.kernels.moe.plan import EIGHT, plan_experts
+from k3vl.kernels.situ import SituGLU
+from tests.kernels.gluon_on_cpu import launch
+
+EXPERTS, LATENT, INNER, TOP_K = 5, 512, 256, 2
+SITU = SituGLU(beta=4.0, linear_beta=25.0)
+SHAPES = {
+    "a warp has whole rows": FewShapes(gate_up=Few(warps=4, depth=2), down=Few(warps=4, depth=1)),
+    "warps share rows": FewShapes(
+        gate_up=Few(warps=4, parts=2, depth=2), down=Few(warps=4, parts=2, depth=1)
+    ),
+    "nothing is left to load": FewShapes(
+        gate_up=Few(warps=2, parts=2, depth=2, ahead=True), down=Few(warps=2, depth=2, ahead=True)
+    ),
+    "by way of shared memory": FewShapes(
+        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=2, depth=4, staged=True)
+    ),
+    "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2), overlap=False),
+}
+
+
+def on_cpu(kernel: Any, grid: tuple[int, int], *args: Any, **constants: Any) -> None:
+    for option in ("num_warps", "maxnreg", "launch_pdl"):
+        constants.pop(option, None)
+    launch(kernel, (*grid, 1), *args, **constants)
+
+
+def stored() -> Mxfp4Experts:
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randint(116, 124, shape, dtype=torch.uint8)
+
+    return prepare_experts(
+        codes(EXPERTS, 2 * INNER, LATENT // 2),
+        scales(EXPERTS, 2 * INNER, LATENT // 32),
+        codes(EXPERTS, LATENT, INNER // 2),
+        scales(EXPERTS, LATENT, INNER // 32),
+    )
+
+
+def pairs_by_themselves(
+    x: torch.Tensor, chosen: torch.Tensor, experts: Mxfp4Experts
+) -> torch.Tensor:
+    rows = x.double().repeat_interleave(TOP_K, 0)
+    one = torch.ones(chosen.numel(), 1)
+    return moe_experts(rows, one, chosen.view(-1, 1), experts, SITU)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_token_alone(name: str) -> None:
+    torch.manual_seed(1)
+    experts = stored()
+    room = torch.full((3, LATENT), float("nan"))
+    room[1] = torch.randn(LATENT) * 0.1
+    x = room.bfloat16()[1:2]
+    chosen = torch.tensor([[3, 1]])
+    got = few_products(x, chosen, experts, SITU, TOP_K, SHAPES[name], on_cpu)
+    want = pairs_by_themselves(x, chosen, experts)
+    assert (got.double() - want).norm() < 4e-3 * want.norm()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tokens_that_share_experts(name: str) -> None:
+    """Tiles of one, of eight, of nine and of sixteen pairs; the same bits as alone."""
+    torch.manual_seed(2)
+    experts = stored()
+    x = (torch.randn(16, LATENT) * 0.1).bfloat16()
+    chosen = torch.tensor([[0, 1 + (n > 0) + (n > 8)] for n in range(16)])
+    plan = plan_experts(chosen, EXPERTS, EIGHT)
+    assert not any(int(tiles.count) for width, tiles in plan.tiles.items() if width != EIGHT)
+    plan = replace(plan, tiles={EIGHT: plan.tiles[EIGHT]})
+    got = few_products(x, plan, experts, SITU, TOP_K, SHAPES[name], on_cpu)
+    want = pairs_by_themselves(x, chosen, experts)
+    assert (got.double() - want).norm() < 4e-3 * want.norm()
+    for n in (0, 9):
+        alone = few_products(
+            x[n : n + 1], chosen[n : n + 1], experts, SITU, TOP_K, SHAPES[name], on_cpu
+        )
+        assert torch.equal(alone, got[TOP_K * n : TOP_K * n + TOP_K])

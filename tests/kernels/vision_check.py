@@ -1,0 +1,233 @@
+"""The tower's kernels against float64; started by ``test_vision_device.py`` in its own process.
+
+Triton decides between compiler and interpreter when it is imported. Usage: vision_check.py DEVICE
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from k3vl.kernels.flash_hopper import HopperFlash
+from k3vl.kernels.mla.gpu import mla_prefill_packed
+from k3vl.kernels.mla.reference import mla_prefill_reference
+from k3vl.kernels.packed import Packed
+from k3vl.kernels.recording import GraphRunner
+from k3vl.kernels.rms_norm.gpu import NormShape, add_rms_norm, rms_norm
+from k3vl.kernels.rms_norm.library import rms_norm_library
+from k3vl.kernels.vision_attention.gpu import vision_attention
+from k3vl.kernels.vision_attention.library import vision_attention_library
+from k3vl.kernels.vision_attention.reference import vision_attention_reference
+from k3vl.kernels.vision_block import VisionBlockWeights
+from k3vl.kernels.vision_block.gpu import VisionBlockGPU
+from k3vl.kernels.vision_pos import rotary_table
+from k3vl.kernels.vision_pos.gpu import RotateShape, rotate, rotate_in_place
+from k3vl.kernels.vision_pos.reference import rotate_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = torch.device(sys.argv[1])
+ON_GPU = DEVICE.type == "cuda"
+DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
+EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
+BLOCK = VisionBlockGPU(norm=rms_norm, rotate=rotate_in_place, attention=vision_attention)
+LIBRARY = replace(BLOCK, attention=vision_attention_library)
+BLOCKS = {
+    "ours": BLOCK,
+    "library": LIBRARY,
+    "library norm": replace(LIBRARY, norm=rms_norm_library),
+    "sum in the norm": replace(BLOCK, add_norm=add_rms_norm),
+    "apart": replace(BLOCK, gelu_in_product=False, add_in_product=False),
+}
+
+
+def bound(dtype: torch.dtype) -> float:
+    return EXACT if dtype == torch.float32 else HALF
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def close(what: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    assert got.isfinite().all(), f"{what}: not finite"
+    error = float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+    assert error < limit, f"{what}: {error:.2e} against {limit:.0e}"
+
+
+def columns(x: torch.Tensor) -> torch.Tensor:
+    """The same rows as columns of a wider matrix whose other columns are not numbers."""
+    wide = x.new_full((x.shape[0], x.shape[1] + 16), float("nan"))
+    wide[:, 8:-8] = x
+    return wide[:, 8:-8]
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def check_norm(dtype: torch.dtype) -> None:
+    for rows, width in ((1, 16), (5, 40), (7, 1024), (3, 7168), (0, 64)):
+        x, delta = (normal(rows, width, dtype=dtype) for _ in range(2))
+        weight = normal(width, dtype=dtype)
+        for shape in (None, NormShape(4, 2), NormShape(1, 1)):
+            got = rms_norm(columns(x), weight, 1e-3, shape=shape)
+            close(f"norm {rows}x{width}", got, normed(x, weight, 1e-3), bound(dtype))
+            total, got = add_rms_norm(columns(x), columns(delta), weight, 1e-3, shape=shape)
+            assert torch.equal(total, x + delta), "the sum is torch's"
+            assert torch.equal(got, rms_norm(total, weight, 1e-3, shape=shape)), "and so its norm"
+    x = normal(2, 3, 48, dtype=dtype)
+    assert torch.equal(rms_norm(x, x[0, 0], 1e-6)[1], rms_norm(x[1], x[0, 0], 1e-6))
+
+
+def check_rotation(dtype: torch.dtype) -> None:
+    table = rotary_table(3, 5, 16)
+    for heads in (1, 3, 8, 9):
+        x = normal(15, heads + 2, 48, dtype=dtype)[:, 1 : heads + 1, 16:32]
+        want = rotate_reference(x.cpu(), 3, 5)
+        got = rotate(x, table.to(DEVICE))
+        close(f"rotation of {heads} heads", got.cpu(), want, bound(dtype))
+        for shape in (None, RotateShape(2, 4, 1), RotateShape(16, 2, 4)):
+            turned = torch.full((15, heads + 2, 48), 7.0, device=DEVICE, dtype=dtype)
+            inside = turned[:, 1 : heads + 1, 16:32]
+            inside.copy_(x)
+            rotate_in_place(inside, table.to(DEVICE), shape=shape)
+            assert torch.equal(inside, got), f"{heads} heads where they lie"
+            inside.fill_(7.0)
+            assert (turned == 7.0).all(), "nothing else is written"
+
+
+def weights(heads: int, key: int, width: int, inner: int, dtype: torch.dtype) -> VisionBlockWeights:
+    def matrix(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=DEVICE) / shape[1] ** 0.5).to(dtype)
+
+    return VisionBlockWeights(
+        heads=heads, attention_norm=normal(width, dtype=dtype), mlp_norm=normal(width, dtype=dtype),
+        qkv=matrix(3 * heads * key, width), out=matrix(width, heads * key),
+        up=matrix(inner, width), down=matrix(width, inner), eps=1e-3,
+    )  # fmt: skip
+
+
+def by_hand(x: torch.Tensor, w: VisionBlockWeights, rotary: torch.Tensor) -> torch.Tensor:
+    """One item in float64."""
+    x = x.double()
+    qkv = normed(x, w.attention_norm, w.eps) @ w.qkv.double().t()
+    q, k, v = qkv.unflatten(-1, (3, w.heads, -1)).unbind(1)
+    turns = rotary.to(torch.complex128)[:, None]
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * turns)
+        .flatten(-2)
+        for t in (q, k)
+    )  # fmt: skip
+    scores = torch.einsum("ihk,jhk->hij", q, k) * q.shape[-1] ** -0.5
+    mixed = torch.einsum("hij,jhk->ihk", scores.softmax(-1), v).flatten(1)
+    x = x + mixed @ w.out.double().t()
+    hidden = F.gelu(normed(x, w.mlp_norm, w.eps) @ w.up.double().t(), approximate="tanh")
+    return x + hidden @ w.down.double().t()
+
+
+def check_block(dtype: torch.dtype, grids: list[tuple[int, int]], *sizes: int) -> None:
+    """Every way through a block, of several items."""
+    w = weights(*sizes, dtype)
+    lengths = [rows * across for rows, across in grids]
+    key = sizes[1]
+    rotary = torch.cat([rotary_table(*grid, key, device=DEVICE) for grid in grids])
+    x = normal(sum(lengths), sizes[2], dtype=dtype)
+    parts = zip(x.split(lengths), rotary.split(lengths), strict=True)
+    want = torch.cat([by_hand(part, w, turns) for part, turns in parts])
+    items = Packed.of(lengths, DEVICE)
+    for name, block in BLOCKS.items():
+        got = block(x.clone(), w, rotary, items)
+        close(f"block {dtype}, {name}", got, want, bound(dtype))
+        if ON_GPU:
+            given = x.clone()
+            step = GraphRunner().make(
+                lambda block=block, given=given: block(given, w, rotary, items)
+            )
+            given.copy_(x)
+            assert torch.equal(step(), got), f"block {dtype}, {name}: recorded"
+
+
+HOPPER = (HopperFlash(0, turns=True), HopperFlash(132, turns=True), HopperFlash(132, turns=False))
+
+
+def check_causal() -> None:
+    """The Gluon kernel with keys in two parts; a query behind a prefix has its bits without one."""
+    heads, lengths, contexts = 3, (1, 3, 128, 65, 700, 2048), (1, 130, 128, 457, 900, 2048)
+    q = normal(sum(lengths), heads, 192, dtype=torch.bfloat16)
+    k, v = (normal(sum(contexts), heads, 128, dtype=torch.bfloat16) for _ in range(2))
+    shared = normal(sum(contexts), 64, dtype=torch.bfloat16)
+    joined = torch.cat([k, shared.unsqueeze(1).expand(-1, heads, -1)], -1)
+    parts = list(zip(q.split(lengths), joined.split(contexts), v.split(contexts), strict=True))
+    want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.07) for p in parts])
+    span = {"lengths": lengths, "contexts": contexts}
+    for shape in HOPPER:
+        packed = partial(mla_prefill_packed, scale=0.07, shape=shape)
+        got = packed(q, k, v, shared=shared, **span)
+        close(f"causal, {shape}", got, want, HALF)
+        assert torch.equal(packed(q, joined, v, **span), got), "keys in one part"
+        alone = [
+            packed(*p, lengths=p[0].shape[:1], contexts=p[1].shape[:1]) for p in parts
+        ]  # fmt: skip
+        assert torch.equal(torch.cat(alone), got), "neighbours"
+        tokens, keys, values = parts[-1]
+        for begin in (1, 77, 1024):
+            late = mla_prefill_packed(
+                tokens[begin:], keys, values, 0.07, lengths=(2048 - begin,), contexts=(2048,),
+                shape=shape,
+            )  # fmt: skip
+            assert torch.equal(late, got[-2048:][begin:]), f"behind {begin}"
+
+
+def check_neighbours(dtype: torch.dtype) -> None:
+    """Nothing of an item's attention depends on who else is there."""
+    lengths = [65, 3, 3, 128, 17, 65, *((1024, 1024, 1024, 2304, 5476) * ON_GPU)]
+    heads, key = (12, 128) if ON_GPU else (2, 32)
+    tensors = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
+    want = vision_attention_reference(*(t.double() for t in tensors), lengths)
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        "ours": vision_attention,
+        "library": vision_attention_library,
+        "library, an item a call": lambda *a: vision_attention_library(*a, together=False),
+    }
+    if dtype == torch.bfloat16:
+        for shape in HOPPER:
+            ways[f"{shape}"] = partial(vision_attention, shape=shape)
+    for name, attend in ways.items():
+        together = attend(*tensors, Packed.of(lengths, DEVICE))
+        close(f"attention {dtype}, {name}", together, want, bound(dtype))
+        begin, same = 0, True
+        for length in lengths:
+            own = [t[begin : begin + length] for t in tensors]
+            alone = attend(*own, Packed.of([length], DEVICE))
+            same &= torch.equal(alone, together[begin : begin + length])
+            begin += length
+        sys.stdout.write(f"neighbours {dtype}, {name}: {'same' if same else 'OTHER'} bits alone\n")
+        assert same or name == "library", f"{name}: an item's bits depend on its neighbours"
+
+
+def main() -> None:
+    seed = 1
+    sys.stdout.write(f"seed {seed}\n")
+    torch.manual_seed(seed)
+    grids = [(1, 1), (2, 3), (5, 13), (4, 16), (4, 16), (11, 12)]
+    for dtype in DTYPES:
+        check_norm(dtype)
+        check_rotation(dtype)
+        check_neighbours(dtype)
+        check_block(dtype, grids, 3, 32, 48, 80)
+        if ON_GPU:
+            check_block(dtype, [(32, 32), (32, 32), (48, 48)], 12, 128, 1024, 4096)
+        sys.stdout.write(f"checked {dtype}\n")
+    if ON_GPU:
+        check_causal()
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
