@@ -2,15 +2,16 @@
 
     python -m benchmarks.slice_profile [--layers 5] [--decode 1,32] [--prefill 4096] \
         [--context 512] [--pass-tokens 8192] [--output FILE.json] [--device cpu --tiny] \
-        [--ways ';late;torch;one stream;16,512,2,2048,4']
+        [--ways ';awaited;late;torch;one stream;16,512,2,2048,4']
 
 The engine is that of ``k3vl bench slice``, on the same random weights; nothing is compared. First
 steps are timed as they are: what the host does before the model is replayed, while it runs and
-behind it, and the model's own time between events. Then a few more are traced. A step of the trace
-ends with the copy that brings its tokens back. Of every kernel and grid: launches a step,
-microseconds, share of the step, and the time in which nothing ran before it (``gap``). Tracing
-makes gaps longer than they are; kernels are what they are. The file has every launch of a step in
-order.
+behind it, and the model's own time between events. Where steps are launched ahead, the model that
+is launched is the next step's, and the tokens that are waited for are the last one's. Then a few
+more are traced. A step of the trace ends with the copy that brings its tokens back. Of every kernel
+and grid: launches a step, microseconds, share of the step, and the time in which nothing ran before
+it (``gap``). Tracing makes gaps longer than they are; kernels are what they are. The file has every
+launch of a step in order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
 from k3vl.kernels.moe.latent import ComposedLatentMoE
-from k3vl.lm.decode import padded_size
+from k3vl.lm.decode import StaticDecode, padded_size
 from k3vl.lm.engine import Engine
 from k3vl.load import choose_device
 from k3vl.synthetic import random_model
@@ -225,6 +226,7 @@ def other_way(name: str):
     """Record steps in another way.
 
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
+    ``awaited``: every step is launched when the tokens of the last one are known.
     ``one stream``: shared experts behind the routed ones. Numbers: of a
     :class:`~k3vl.kernels.linear.gpu.RowShape`.
     """
@@ -239,6 +241,8 @@ def other_way(name: str):
         elif name == "torch":
             for module in (linear, moe):
                 stack.enter_context(patch.object(module, "is_row", lambda *_: False))
+        elif name == "awaited":
+            stack.enter_context(patch.object(StaticDecode, "overlaps", False))
         elif name == "one stream":
             whole = ComposedLatentMoE.__call__
             stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", whole))
@@ -284,6 +288,7 @@ def decoding(
             begin = time.perf_counter()
             engine.step()
             borders.append((begin, time.perf_counter()))
+    slice_bench._now(engine)  # a step that was launched ahead has events too
     found = clock.report(borders)
     launches = traced(lambda: [engine.step() for _ in range(TRACED)]) if trace else []
     for request in range(batch):

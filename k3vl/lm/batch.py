@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from k3vl.lm.cache import HybridCache
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Row:
-    """One sequence's part of a step.
+    """One sequence's part of a step; not frozen, for that would double what making it costs.
 
     Attributes:
         token_ids: the new tokens.
         context_len: tokens already in the cache.
         slot: units of the KDA slot.
-        pages: MLA pages, in order; they hold ``context_len + len(token_ids)`` tokens.
+        pages: MLA pages, in order; they hold ``context_len + len(token_ids)`` tokens. A list that
+            comes again is the same sequence's, in the same slot; it has at most grown.
         features: (offset into ``token_ids``, [M, D] features) that replace embeddings.
         wants_logits: whether the last token's logits are needed.
         pad_to: rows that this part takes in the batch, at least its tokens. What depends on the

@@ -27,7 +27,8 @@ from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.features import media_items
-from k3vl.lm.job import Job, Targets, items_to_encode, rows_of
+from k3vl.lm.job import Job, Targets, decode_rows_of, items_to_encode, rows_of
+from k3vl.lm.overlap import Flight, launch_ahead, note_ahead
 from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.passes import Passes, next_pass
 from k3vl.lm.prefix import page_key, page_keys
@@ -148,6 +149,7 @@ class Engine:
             tier=self.tier,
         )
         self.jobs: dict[int, Job] = {}
+        self._flight: Flight | None = None
         self.times = StageTimes()
 
     def admissible(self, prompt: Prompt, sampling: SamplingParams) -> int:
@@ -295,6 +297,7 @@ class Engine:
         configuration, dtype and device: the cache stays.
         """
         assert not self.jobs
+        self._flight = None
         assert model.config == self.model.config
         assert model.embedding.dtype == self.model.embedding.dtype
         assert model.embedding.device == self.model.embedding.device
@@ -319,11 +322,16 @@ class Engine:
         return EngineStats.of(self.scheduler, self.times, self.tier)
 
     def step(self) -> bool:
-        """Run one step; False when there is nothing to do.
+        """Run one step, or end one that was launched ahead (``overlap.py``); False: nothing to do.
 
         One in which nothing can be done but encode waits until something has been.
         """
         busy = bool(self.jobs)
+        flight, self._flight = self._flight, None
+        if flight is not None and any(map(self._lives, flight.jobs)):
+            with self.times.stage("decode"):
+                self._land(flight)
+            return True
         self._take_features(wait=False)
         step = self.scheduler.plan()
         with self.times.stage("restore"):
@@ -333,18 +341,25 @@ class Engine:
             self.encoding.start([(feature, items[feature]) for feature in step.encode])
         with self.times.stage("wait"):
             self._take_features(wait=bool(self.jobs) and not step.tokens)
-        live = [(self.jobs[s.id], n) for s, n in step.tokens if s.id in self.jobs]
-        decoding = [job for job, _ in live if job.sequence.is_decoding]
-        prefilling = [(job, n) for job, n in live if not job.sequence.is_decoding]
+        decoding, prefilling = list[Job](), list[tuple[Job, int]]()
+        for sequence, count in step.tokens:
+            if (job := self.jobs.get(sequence.id)) is None:
+                continue
+            if sequence.is_decoding:
+                decoding.append(job)
+            else:
+                prefilling.append((job, sequence.num_cached + count))
         with self.times.stage("decode"):
             apart = self.config.exact_decode and not self.model.kernels.row_independent
             each = 1 if apart else max(1, len(decoding))
-            if not decoding:
-                self.decoder.land()
             for first in range(0, len(decoding), each):
-                self._decode(decoding[first : first + each], ahead=not apart)
+                flight = self._decode(decoding[first : first + each])
+                if self.decoder.overlaps and prefilling and not apart:
+                    self._flight = flight  # its tokens are awaited when the prompts are under way
+                else:
+                    self._land(flight)
         with self.times.stage("prefill"):
-            self._prefill([(job, job.sequence.num_cached + count) for job, count in prefilling])
+            self._prefill(prefilling)
         return busy
 
     def wake(self) -> None:
@@ -388,28 +403,32 @@ class Engine:
         self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds
 
-    def _decode(self, jobs: list[Job], *, ahead: bool) -> None:
-        """One token of every request, in one pass."""
-        last = [job for job in jobs if job.sequence.num_pending == 1]
-        rows = rows_of([(job, 1) for job in jobs], self.cache)
-        ahead = ahead and self._goes_on(jobs)
-        chosen = self.decoder.run(rows, [job.sampler for job in last], ahead=ahead)
+    def _decode(self, jobs: list[Job]) -> Flight:
+        """Launch one token of every request, in one pass."""
+        rows = decode_rows_of(jobs)
+        last = [job for job, row in zip(jobs, rows, strict=True) if row.wants_logits]
+        flight = Flight(last, self.decoder.launch(rows, [job.sampler for job in last]))
         for job in jobs:
-            self._name_page(job)
-            self._advance(job.sequence, 1)
-        for job, token_id in zip(last, chosen, strict=True):
-            self._emit(job, token_id)
+            if (job.sequence.num_cached + 1) % self.config.page_size:
+                job.sequence.num_cached += 1
+            else:
+                self._name_page(job)
+                self._advance(job.sequence, 1)
+        return flight
 
-    def _goes_on(self, jobs: list[Job]) -> bool:
-        """Whether the next step is to decode the same requests, but for those that end or give way.
+    def _land(self, flight: Flight) -> None:
+        """Hand out a launched step's tokens, while the device computes the next one if it may."""
+        if flight.ahead:
+            note_ahead(self.scheduler)
+        if self.decoder.overlaps:
+            live = [(row, job) for row, job in enumerate(flight.jobs) if self._lives(job)]
+            self._flight = launch_ahead(live, self.scheduler, self.decoder)
+        for job, token_id in zip(flight.jobs, flight.launched.tokens(), strict=True):
+            if self._lives(job):  # what was computed for one that has ended is nobody's
+                self._emit(job, token_id)
 
-        Nobody joins them: all that run decode already, and what decoding leaves is kept for nobody.
-        """
-        return (
-            len(jobs) == len(self.scheduler.running)
-            and not self.scheduler.keep_decoded
-            and all(job.sequence.max_new - job.sequence.num_generated > 1 for job in jobs)
-        )
+    def _lives(self, job: Job) -> bool:
+        return self.jobs.get(job.sequence.id) is job
 
     def _name_page(self, job: Job) -> None:
         """Give the page that the coming token completes a key, if it is to be kept."""
@@ -435,6 +454,9 @@ class Engine:
         scored = targets is not None and begin + parts[0][1] > targets.first
         last = [job for (job, _), row in zip(parts, rows, strict=True) if row.wants_logits]
         logits = self._forward(rows, every_row=scored)
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
         for job, count in parts:
             self._advance(job.sequence, count)
         if scored:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from k3vl.types import EncoderItem, Prompt
 
 
+UNKNOWN = (-1,)
+"""Stands for a token that is still on the device."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Targets:
     """Tokens whose log-probabilities are asked for.
@@ -97,6 +101,25 @@ def rows_of(parts: Ordered[tuple[Job, int]], cache: HybridCache, *, tile: int = 
         _row_of(job.sequence, job.token_ids, count, [(at, next(held)) for at, _ in own], tile)
         for (job, count), own in zip(parts, wanted, strict=True)
     ]
+
+
+def decode_rows_of(jobs: Ordered[Job], *, known: bool = True) -> list[Row]:
+    """As :func:`rows_of`, of requests that decode; ``known`` says whether their tokens are."""
+    rows = []
+    for job in jobs:
+        sequence = job.sequence
+        assert sequence.slot is not None
+        begin = sequence.num_cached
+        rows.append(
+            Row(
+                token_ids=job.token_ids[begin : begin + 1] if known else UNKNOWN,
+                context_len=begin,
+                slot=sequence.slot,
+                pages=sequence.pages,
+                wants_logits=not known or begin + 1 == sequence.num_known,
+            )
+        )
+    return rows
 
 
 def _features_in(sequence: Sequence, count: int) -> list[tuple[int, FeatureRows]]:

@@ -12,7 +12,7 @@ temperature.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -49,9 +49,9 @@ def check_sampling(params: SamplingParams) -> None:
 # ------------------------------------------------------------------ what a request wants
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ask:
-    """What one request wants of its next token.
+    """What one request wants of its next token; not frozen, for that would double its cost.
 
     Attributes:
         temperature: 0 is greedy.
@@ -81,21 +81,29 @@ NUM_PARAMS = len(GREEDY.numbers)
 
 
 class Chooser(Protocol):
-    """Who decides on one request's tokens: first :meth:`ask`, then :meth:`take`, every token.
+    """Who decides on one request's tokens: :meth:`ask`, then :meth:`take`, every token.
 
     Attributes:
-        logprobs: of the last token, as asked for.
-        foresees: whether it can be asked for a token before it has taken the last one.
+        logprobs: of the last token.
+        asks_ahead: the next token can be asked for before this one is known; the last may then be
+            asked for in vain.
     """
 
     logprobs: TokenLogprob | None
-    foresees: bool
+
+    @property
+    def asks_ahead(self) -> bool:
+        """See above."""
 
     def ask(self) -> Ask:
         """What it wants of the next token."""
 
     def take(self, token_id: int, logprobs: TokenLogprob | None) -> None:
         """The token was chosen; ``logprobs`` as asked for."""
+
+
+DRAWS = 32
+"""Numbers that a request's generator makes at once; one by one each costs an operator's call."""
 
 
 class Sampler:
@@ -105,25 +113,40 @@ class Sampler:
         """Seed the request's own generator."""
         self.params = params
         self.logprobs: TokenLogprob | None = None
-        self.foresees = params.logit_mask is None
         self._ask = Ask(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             num_top=params.logprobs,
         )
+        if params.temperature == 0 and params.logprobs is None:
+            self._ask = GREEDY
+        self._draws: list[float] = []
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
 
+    @property
+    def asks_ahead(self) -> bool:
+        """See :class:`Chooser`; a mask is made of the tokens before it."""
+        return self.params.logit_mask is None
+
     def ask(self) -> Ask:
         """See :class:`Chooser`; draws, and computes the mask."""
-        ask = self._ask
-        if self.params.temperature > 0:
-            drawn = torch.rand((), generator=self._generator, dtype=torch.float64)
-            ask = replace(ask, uniform=drawn.item())
+        ask, params = self._ask, self.params
+        if params.temperature > 0:
+            if not self._draws:
+                draws = torch.rand(DRAWS, generator=self._generator, dtype=torch.float64)
+                self._draws = draws.tolist()[::-1]
+            ask = Ask(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                uniform=self._draws.pop(),
+                num_top=params.logprobs,
+            )
         if self.params.logit_mask is not None:
             ask = replace(ask, bits=self.params.logit_mask.allowed())
         return ask
@@ -138,10 +161,11 @@ class Sampler:
 class Forced:
     """Chooses what it is told to, and reports how likely it was."""
 
+    asks_ahead = True
+
     def __init__(self, token_ids: Sequence[int], num_top: int = 0) -> None:
         """The choices, in order."""
         self.logprobs: TokenLogprob | None = None
-        self.foresees = True
         self._left = iter(token_ids)
         self._num_top = num_top
 
@@ -176,6 +200,7 @@ class SamplingPlan:
     @classmethod
     def of(cls, asks: Sequence[Ask]) -> SamplingPlan:
         """The least that serves all rows."""
+        asks = [ask for ask in asks if ask is not GREEDY]
         return cls(
             drawn=any(ask.temperature > 0 for ask in asks),
             forced=any(ask.forced >= 0 for ask in asks),
@@ -189,6 +214,7 @@ def sample(
     params: torch.Tensor | None,
     bits: torch.Tensor | None,
     plan: SamplingPlan,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose a token from every row; nothing waits for the device.
 
@@ -199,6 +225,7 @@ def sample(
         params: [B, NUM_PARAMS] float64, :attr:`Ask.numbers`; unused by greedy steps.
         bits: [B, ceil(vocab / 32)] int32, lowest bit first; unused without masks.
         plan: what to do.
+        into: [B] int64, where the tokens are left in any case.
 
     Returns:
         [B] int64 tokens; or, with log-probabilities, [B, 2 + 2 n] float64: the token, its own, the
@@ -208,7 +235,7 @@ def sample(
     if plan.masked:
         assert bits is not None
         allowed = logits.masked_fill(~_unpack(bits, logits.shape[-1]), float("-inf"))
-    ids = allowed.argmax(-1)
+    ids = torch.argmax(allowed, -1, out=into)
     if plan.drawn:
         assert params is not None
         ids = torch.where(params[:, 0] > 0, _draw(allowed, params), ids)
@@ -216,6 +243,8 @@ def sample(
         assert params is not None
         forced = params[:, 4].long()
         ids = torch.where(forced >= 0, forced, ids)
+    if into is not None and ids is not into:
+        into.copy_(ids)
     if plan.num_top is None:
         return ids
     values = torch.log_softmax(logits.float(), -1)
@@ -290,9 +319,14 @@ def pack(asks: Sequence[Ask], words: np.ndarray) -> None:
             row[:count], row[count:] = ask.bits[:count], 0
 
 
-def settle(
-    sampled: torch.Tensor, asks: Sequence[Ask], choosers: Sequence[Chooser | None]
-) -> list[int]:
+class Sampled(Protocol):
+    """What :func:`sample` has returned, or will have."""
+
+    def tolist(self) -> Any:
+        """Its rows, when they are there."""
+
+
+def settle(sampled: Sampled, asks: Sequence[Ask], choosers: Sequence[Chooser | None]) -> list[int]:
     """Wait for what :func:`sample` has chosen and pass it on; returns the tokens of somebody."""
     token_ids = []
     for row, ask, chooser in zip(sampled.tolist(), asks, choosers, strict=True):

@@ -148,6 +148,11 @@ class Scheduler:
         for sequence in sorted(self.running, key=self._urgency):
             if sequence.slot is None:
                 continue  # it has just given way
+            room = len(sequence.pages) * self._page - sequence.num_cached
+            if budget and room > 0 and sequence.is_decoding:  # as below, without its calls
+                chosen.append((sequence, 1))
+                budget -= 1
+                continue
             tokens, waits = self._equip(sequence, self._share(sequence, budget))
             if tokens and waits and sequence.id not in self._awaited:
                 early.append((sequence, tokens))
@@ -354,11 +359,10 @@ class Scheduler:
         """
         begin = sequence.num_cached
         if tokens and sequence.is_decoding:
-            if begin < len(sequence.pages) * self._page:
-                return tokens, False
-            if not self._make_room(sequence, 1):
-                return 0, False
-            sequence.pages += self.arena.take(1, "page")
+            if begin >= len(sequence.pages) * self._page:
+                if not self._make_room(sequence, 1):
+                    return 0, False
+                sequence.pages += self.arena.take(1, "page")
             return tokens, False
         end, waits = begin + tokens, False
         for index in sequence.overlapping(begin, end):
@@ -460,7 +464,8 @@ class Scheduler:
         if not taken:
             assert node.page is not None
             self.arena.give_back([unit], "page")
-            sequence.pages[index] = node.page.units[0]
+            # Another list: whoever has seen this one may rely on what was in it.
+            sequence.pages = [*sequence.pages[:index], *node.page.units, *sequence.pages[depth:]]
 
     def _checkpoint_answer(self, sequence: Sequence, depth: int) -> tuple[int, ...] | None:
         """Move the state at the end of the answer so far to where the answer has come."""

@@ -632,8 +632,8 @@ def check_decode_step() -> Iterator[str]:
         kinds = [{"temperature": 1.0, "seed": step}, {"logprobs": 2}, {}]
         params = [SamplingParams(**kinds[i % 3]) for i in range(count)]
         samplers = [[Sampler(p) for p in params] for _ in range(2)]
-        got = static.run(rows[:count], samplers[0])
-        assert got == direct.run(rows[:count], samplers[1]), f"step {step} of {count}"
+        got = static.launch(rows[:count], samplers[0]).tokens()
+        assert got == direct.launch(rows[:count], samplers[1]).tokens(), f"step {step} of {count}"
         for mine, theirs in zip(*samplers, strict=True):
             if mine.logprobs is not None:
                 assert abs(mine.logprobs.logprob - theirs.logprobs.logprob) < 1e-3

@@ -4,8 +4,8 @@ for. Graphs need a device; what surrounds them runs here, with steps that are do
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from k3vl.kernels.recording import EagerRunner
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.decode import DirectDecode, StaticDecode, decoder, padded_size
+from k3vl.lm.decode_inputs import StepInputs
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.model import K3Model
 from k3vl.lm.sampler import Sampler
@@ -107,88 +108,6 @@ def test_preempted_requests_decode_again_what_they_had() -> None:
     assert preemptions, "the cache was too small for all"
 
 
-class Ahead:
-    """Counts steps that a decoder begins unasked, and rows of them that nobody took."""
-
-    def __init__(self, decoder: StaticDecode, monkeypatch) -> None:
-        self.begun = self.lost = 0
-        launch, taken = decoder._launch, decoder._taken
-
-        def counted(rows, choosers, behind=None):
-            self.begun += behind is not None
-            return launch(rows, choosers, behind)
-
-        def seen(flight, contexts, choosers):
-            self.lost += len(flight.choosers) - len(choosers)
-            return taken(flight, contexts, choosers)
-
-        monkeypatch.setattr(decoder, "_launch", counted)
-        monkeypatch.setattr(decoder, "_taken", seen)
-
-
-def test_steps_begun_ahead_choose_the_same_tokens(monkeypatch) -> None:
-    """Requests come and go meanwhile: at a stop token, at their limit, cancelled, forced."""
-
-    def run(**kind) -> tuple[list[list[int]], Engine]:
-        runner = engine(**kind)
-        if kind["static"]:
-            counts.append(Ahead(runner.decoder, monkeypatch))
-        inboxes = [Inbox() for _ in range(8)]
-        for number, inbox in enumerate(inboxes):
-            prompt = PROMPTS[number % len(PROMPTS)]
-            if number == 5:
-                runner.add_forced(number, prompt, tokens(12), inbox)
-            else:
-                drawn = {"temperature": 1.0, "top_k": 40, "seed": number} if number % 2 else {}
-                stops = (45, 93) if number == 2 else (7, 16)
-                asked = SamplingParams(max_tokens=12 + 2 * number, stop_ids=stops, **drawn)
-                runner.add(number, prompt, asked, inbox)
-            for _ in range(1 + 4 * (number % 3)):
-                runner.step()
-                runner.scheduler.check_integrity()
-            if number == 6:
-                runner.cancel(3)
-        while runner.jobs:
-            runner.step()
-            runner.scheduler.check_integrity()
-        return [inbox.ids for inbox in inboxes], runner
-
-    counts: list[Ahead] = []
-    want, _ = run(static=False)
-    got, runner = run(static=True)
-    assert got == want
-    (count,) = counts
-    assert count.begun > 20
-    assert count.lost > 2, "some had ended"
-    runner.decoder.land()
-    begun = count.begun
-    runner.config = replace(runner.config, exact_decode=True)
-    inbox = Inbox()
-    runner.add(9, PROMPTS[0], SamplingParams(max_tokens=6), inbox)
-    while runner.jobs:
-        runner.step()
-    assert inbox.ids == want[0][:6]
-    assert count.begun == begun, "requests that decode by themselves take turns"
-
-
-def test_a_draw_that_nobody_took_is_made_again() -> None:
-    """A request that gave way draws the same, whatever had been begun for it."""
-    model = tiny_model()
-    cache = small_cache(model)
-    static, plain = StaticDecode(model, cache, EagerRunner()), small_cache(model)
-    params = SamplingParams(temperature=1.0, seed=3)
-    row = replace(rows_of(cache, [5])[0], pages=[30, 31])
-    chooser, other = Sampler(params), Sampler(params)
-    first = static.run([row], [chooser], ahead=True)
-    static.land()
-    cache.units.zero_()
-    want = DirectDecode(model, plain)
-    assert first == want.run([row], [other])
-    again = replace(row, token_ids=first, context_len=6)
-    plain.units.zero_()
-    assert static.run([again], [chooser]) == want.run([again], [other])
-
-
 def test_new_weights_make_new_steps() -> None:
     runner, other = engine(static=True), engine(static=False, seed=5)
     old = answers(runner)
@@ -231,11 +150,11 @@ def test_padding_touches_nothing() -> None:
     before = cache.units.clone()
     static = StaticDecode(model, cache, EagerRunner())
     choosers = [Sampler(SamplingParams()) for _ in rows]
-    got = static.run(rows, choosers)
+    got = static.launch(rows, choosers).tokens()
     assert torch.equal(cache.units[free], before[free])
     fresh = small_cache(model)
     fresh.units.copy_(before)
-    assert got == DirectDecode(model, fresh).run(rows, choosers)
+    assert got == DirectDecode(model, fresh).launch(rows, choosers).tokens()
     assert not torch.equal(cache.units, before)
     assert torch.allclose(
         cache.buffer.view(torch.float32).nan_to_num(),
@@ -252,9 +171,57 @@ def test_a_longer_context_does_not_outlive_its_step() -> None:
     long, short = rows_of(cache, [200, 5])
     for row in (long, short, long, short):
         start = cache.units.clone()
-        got = static.run([row], [Sampler(SamplingParams())])
+        got = static.launch([row], [Sampler(SamplingParams())]).tokens()
         cache.units.copy_(start)
-        assert got == DirectDecode(model, cache).run([row], [Sampler(SamplingParams())])
+        assert got == DirectDecode(model, cache).launch([row], [Sampler(SamplingParams())]).tokens()
+
+
+def test_what_the_device_has_already_is_right_without_being_sent_again() -> None:
+    """Rows that come, go, change places, grow and stay, against a step that is all new."""
+    model = tiny_model()
+    cache, rng = small_cache(model), random.Random(0)
+    kept, sent = StepInputs(model, cache, 8), Counter()
+
+    def fresh_row() -> Row:
+        length = rng.randrange(60)
+        units = rng.sample(range(cache.sizes.num_units), cache.sizes.units_per_slot + 9)
+        slot, pages = units[9:], units[: length // 16 + 1]
+        return Row(token_ids=[rng.randrange(97)], context_len=length, slot=slot, pages=pages)
+
+    def advance(row: Row) -> None:
+        row.context_len += 1
+        if row.context_len == len(row.pages) * 16:
+            row.pages.append(rng.randrange(cache.sizes.num_units))
+
+    send = kept._staged.send
+    kept._staged.send = lambda turn, begin, end: (
+        sent.update([end - begin]),
+        send(turn, begin, end),
+    )
+    rows = [fresh_row() for _ in range(5)]
+    for step in range(300):
+        for row in rows:
+            advance(row)
+        change = rng.random()
+        if change < 0.1 and len(rows) < 8:
+            rows.insert(rng.randrange(len(rows) + 1), fresh_row())
+        elif change < 0.2 and len(rows) > 1:
+            rows.pop(rng.randrange(len(rows)))
+        elif change < 0.25:
+            rng.shuffle(rows)
+        elif change < 0.3:  # they run elsewhere for a while
+            for row in rows * rng.randrange(40):
+                advance(row)
+        kept.fill(rows, step % 2)
+        new = StepInputs(model, cache, 8)
+        new.fill(rows, 0)
+        mine, theirs = kept.batch(), new.batch()
+        for name in ("token_ids", "cells", "cache_rows", "decode_lens"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        for at, row in enumerate(rows):
+            used = row.context_len // 16 + 1
+            assert torch.equal(mine.decode_rows[at, :used], theirs.decode_rows[at, :used])
+    assert sent[3 * 8] > 100, "often nothing but lengths, places and tokens"
 
 
 def test_sizes_of_steps() -> None:
@@ -296,7 +263,7 @@ def test_a_step_on_a_device_never_waits(dtype: torch.dtype, count: int) -> None:
     rows = rows_of(cache, [7 * number for number in range(count)])
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=3, logit_mask=FakeMask(0, 4))
     choosers = [Sampler(params) for _ in rows]
-    assert StaticDecode(model, cache, runner).run(rows, choosers) == [0] * count
+    assert StaticDecode(model, cache, runner).launch(rows, choosers).tokens() == [0] * count
     by_name = Counter(launch.kernel for launch in runner.launches)
     linear = TRITON.linear_attn_config
     assert by_name["kda_step_kernel"] == len(linear.kda_layers)

@@ -14,9 +14,18 @@ from k3vl.errors import BackendError, Cancelled, CapacityError, ConfigError, Req
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.types import EncoderItem, MediaSpan, Prompt, SamplingParams
+from tests.lm.late import LateDecode
 from tests.tiny import TINY, tiny_model, tokens
 
 STOP = 3
+
+
+@pytest.fixture(autouse=True, params=["awaited", "ahead"])
+def order(request, monkeypatch) -> str:
+    """Every test runs with decode steps that await the last one's tokens, and that do not."""
+    if request.param == "ahead":
+        monkeypatch.setattr("k3vl.lm.engine.decoder", LateDecode)
+    return request.param
 
 
 class FakeEncoder:

@@ -12,6 +12,7 @@ from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.prefix import page_keys
 from k3vl.lm.sampler import choose
 from k3vl.types import MediaSpan, Prompt, SamplingParams
+from tests.lm.late import LateDecode
 from tests.lm.test_engine import STOP, FakeEncoder, Inbox, picture
 from tests.tiny import COMPILED, REFERENCE, TINY, tiny_model, tokens
 
@@ -19,10 +20,13 @@ PAGE = 16
 MODELS = {kernels.name: tiny_model(kernels=kernels) for kernels in (REFERENCE, COMPILED)}
 
 
-@pytest.fixture(autouse=True, params=list(MODELS))
+@pytest.fixture(autouse=True, params=[*MODELS, *(f"{name}, ahead" for name in MODELS)])
 def model(request, monkeypatch):
-    """Every test runs with each implementation of the ops."""
-    chosen = MODELS[request.param]
+    """Every test runs with each implementation of the ops, and with decode steps launched ahead."""
+    name, *ahead = request.param.split(", ")
+    if ahead:
+        monkeypatch.setattr("k3vl.lm.engine.decoder", LateDecode)
+    chosen = MODELS[name]
     monkeypatch.setitem(MODELS, "now", chosen)
     watch(monkeypatch)
     return chosen
@@ -43,6 +47,10 @@ class Watched:
     @property
     def logprobs(self):
         return self.sampler.logprobs
+
+    @property
+    def asks_ahead(self):
+        return self.sampler.asks_ahead
 
     def ask(self):
         return self.sampler.ask()
@@ -81,9 +89,16 @@ class Answer:
     def same_as(self, other: Answer) -> bool:
         return (
             self.inbox.ids == other.inbox.ids
-            and len(self.watched.logits) == len(other.watched.logits)
-            and all(map(torch.equal, self.watched.logits, other.watched.logits))
+            and len(self.logits) == len(other.logits)
+            and all(map(torch.equal, self.logits, other.logits))
         )
+
+    @property
+    def logits(self) -> list[torch.Tensor]:
+        """Of its tokens, without those behind its end that a step launched ahead has computed."""
+        count = len(self.inbox.ids)
+        assert len(self.watched.logits) <= count + 1
+        return self.watched.logits[:count]
 
 
 def finish(runner: Engine) -> None:
@@ -212,17 +227,18 @@ def test_preemption_changes_no_bit(model, monkeypatch) -> None:
     runner = engine(cache_bytes=units * sizes.unit_bytes)
     answers = [Answer(runner, i, prompt, **options) for i, prompt in enumerate(prompts)]
     decoded: list[int] = []
-    decode = Engine._decode
+    launch = runner.decoder.launch
 
-    def counted(self, jobs):
-        decoded.append(len(jobs))
-        decode(self, jobs)
+    def counted(rows, choosers, **how):
+        decoded.append(len(rows))
+        return launch(rows, choosers, **how)
 
-    monkeypatch.setattr(Engine, "_decode", counted)
+    monkeypatch.setattr(runner.decoder, "launch", counted)
     finish(runner)
     assert runner.stats().preemptions > 0
     assert all(a.same_as(w) for a, w in zip(answers, want, strict=True))
     once = sum(len(answer.inbox.ids) - 1 for answer in answers)
+    once += len(answers) if runner.decoder.overlaps else 0  # behind its end, each
     assert (sum(decoded) <= once) == model.kernels.row_independent, "otherwise some are replayed"
 
 

@@ -217,3 +217,12 @@ def test_sampling_keeps_to_the_device(drawn: bool, num_top: int | None) -> None:
     with device_only():
         out = sample(logits, params, bits, plan)
     assert out.shape == ((3,) if num_top is None else (3, 2 + 2 * num_top))
+
+
+def test_a_seed_draws_what_it_draws_one_by_one() -> None:
+    """Numbers are made in blocks; which ones is the seed's promise."""
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=11))
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(100):
+        alone = torch.rand((), generator=generator, dtype=torch.float64).item()
+        assert sampler.ask().uniform == alone
