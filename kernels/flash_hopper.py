@@ -73,10 +73,11 @@ def hopper_flash(
     count = tiles.shape[0] * heads
     if not count:
         return out
-    tail = k if rest is None else rest
-    flat = [_flat(x) for x in (q, q, k, tail, v)]
-    blocks = [[64, key], [64, shared or key], [KEYS, key], [KEYS, shared or key], [KEYS, value]]
-    strides = [x.stride(1) for x in (q, k, tail, v)]
+    both = rest is not None  # else nothing of what has to do with a second part is in the kernel
+    parts = (q, q if both else None, k, rest, v)
+    flat = [None if x is None else _flat(x) for x in parts]
+    blocks = [[64, key], [64, shared], [KEYS, key], [KEYS, shared], [KEYS, value]]
+    strides = [0 if x is None else x.stride(1) for x in (q, k, rest, v)]
     args = (tiles, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
     constants: dict[str, Any] = {
         "K": key,
@@ -99,7 +100,7 @@ def hopper_flash(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (
-        TensorDescriptor.from_tensor(x, block, layout)
+        None if x is None else TensorDescriptor.from_tensor(x, block, layout)
         for x, block in zip(flat, blocks, strict=True)
     )
     kernel[grid](*described, *args, **constants, num_warps=4)

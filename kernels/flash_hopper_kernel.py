@@ -255,7 +255,8 @@ def flash_hopper_kernel(
     """Programs take work items of 128 queries in turn; ``scale`` includes the logarithm's base.
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
-    the second part of queries and keys (P columns). ``s_qh`` and so on lie between two heads.
+    the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
+    between two heads.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Barriers that one group waits for or arrives at between two of its own are allocated apart:
