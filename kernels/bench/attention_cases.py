@@ -10,9 +10,10 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import scaled_dot_product_attention
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
+from k3vl.kernels.attn_residual.hopper import ClusterShape
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
-from k3vl.kernels.bench.case import Case, Peer, Work, normal
+from k3vl.kernels.bench.case import Case, Peer, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
 from k3vl.kernels.flash import FlashShape
 from k3vl.kernels.mla.gpu import (
@@ -53,7 +54,7 @@ def attn_residual_cases() -> Iterator[Case]:
     """Nine rows of 7168, the most that K3 mixes."""
     depth, width = 9, 7168
     mixed = torch.compile(attn_residual_reference, dynamic=False)
-    for tokens in (1, 8, 32, 2048, 8192):
+    for tokens in (1, 8, 32, 128, 2048, 8192):
         rows = normal(depth, tokens, width)
         query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
         run = partial(attn_residual, rows, query, norm, 1e-5)
@@ -76,83 +77,16 @@ def attn_residual_cases() -> Iterator[Case]:
 
 
 def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
-    """Other launches: where few tokens leave the device empty, and where they fill it."""
-    if tokens <= 128:
-        return {
-            "a cluster a token": {"cluster": True},
-            "all rows on their way at once, 8 warps": {"stages": 9},
-            "all rows on their way at once, 16 warps": {"stages": 9, "warps": 16},
+    """Other launches where few tokens leave the device empty."""
+    if tokens > 128:
+        return {}
+    ways: dict[str, dict[str, Any]] = {
+        f"a token on {shape.multiprocessors} multiprocessors, {shape.warps} warps": {
+            "cluster": shape
         }
-    past = {"hints": (".cg", "")}
-    return {
-        "rows past L1": past,
-        "rows past L1, result streamed": {"hints": (".cg", ".cs")},
-        "rows past L1, 8 warps": {**past, "warps": 8},
-        "rows past L1, 3 stages": {**past, "stages": 3},
-        "rows past L1, 4 stages": {**past, "stages": 4},
-        "rows past L1, 4 stages, 8 warps of 128 registers": {
-            **past, "stages": 4, "warps": 8, "registers": 128,
-        },
-        "rows past L1, 6 stages, 8 warps of 128 registers": {
-            **past, "stages": 6, "warps": 8, "registers": 128,
-        },
-        "4 stages": {"stages": 4},
-        "a cluster a token": {"cluster": True},
-    }  # fmt: skip
-
-
-def attn_residual_add_cases() -> Iterator[Case]:
-    """The same behind a sub-layer: its output is added to the last row before."""
-    depth, width = 9, 7168
-    for tokens in (1, 8, 32, 8192):
-        rows, added = normal(depth, tokens, width), normal(tokens, width)
-        query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
-
-        def call(
-            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
-            added: torch.Tensor = added, **how: Any,
-        ) -> torch.Tensor:  # fmt: skip
-            return attn_residual(rows, query, norm, 1e-5, added, **how)
-
-        def apart(
-            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
-            added: torch.Tensor = added,
-        ) -> torch.Tensor:  # fmt: skip
-            rows[-1].add_(added)
-            return attn_residual(rows, query, norm, 1e-5)
-
-        first = rows.clone()
-
-        def want(
-            rows: torch.Tensor = first, query: torch.Tensor = query, norm: torch.Tensor = norm,
-            added: torch.Tensor = added,
-        ) -> torch.Tensor:  # fmt: skip
-            last = rows[-1:] + added
-            rows = torch.cat([rows[:-1], last]).float()
-            return attn_residual_reference(rows, query, norm.float(), 1e-5)
-
-        ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "added by PyTorch before": apart,
-            **{name: partial(call, **how) for name, how in _residual_ways(tokens).items()},
-        }
-        yield Case(
-            op="attn_residual_add",
-            shape=f"T{tokens} R{depth} D{width}",
-            ours=partial(_on_copy, call, first),
-            timed=partial(call, rows),
-            want=want,
-            limit=8e-3,
-            bytes=tokens * width * 2 * (depth + 3),
-            flops=tokens * width * depth * 8,
-            variants={
-                name: Peer(partial(Work, partial(way, rows), partial(_on_copy, way, first)))
-                for name, way in ways.items()
-            },
-        )
-
-
-def _on_copy(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    return way(rows.clone())
+        for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
+    }
+    return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
