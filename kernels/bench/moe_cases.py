@@ -17,14 +17,10 @@ from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.few import Few, FewShapes
-from k3vl.kernels.moe.gpu import (
-    moe_experts_mxfp4_gpu,
-    plan_gpu,
-    route_gpu,
-)
+from k3vl.kernels.moe.gpu import JOINED_PAIRS, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-from k3vl.kernels.moe.separate import DOWN, GATE_UP, Block, separate_products
+from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
 _E, _K, _L, _I = 896, 16, 3584, 3072
 _D, _S = 7168, 6144
 _BYTES_OF_ONE = 3 * _L * _I * 17 // 32  # 4 bits and one scale byte per 32
-_MOST_FEW = 128
 _SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
 
@@ -61,7 +56,7 @@ def moe_cases() -> Iterator[Case]:
     stored = _random_experts()
     norm = normal(_L).abs() + 0.5
     marlin = sglang_moe.repacked_once(stored)
-    for tokens in (1, 8, 32, 128, 512, 2048, 8192, 16384):
+    for tokens in (1, 8, 32, 128, 256, 384, 512, 2048, 8192, 16384):
         x = normal(tokens, _L)
         weights, chosen = route(
             normal(tokens, _E, dtype=torch.float32),
@@ -89,62 +84,37 @@ def moe_cases() -> Iterator[Case]:
         )
 
 
-_BACK = Block(features=64, step=16, warps=4, stages=4)
-_ONE_WAVE = {
-    "back 64x16 w4 s4": partial(separate_products, down={**DOWN, 16: _BACK}),
-    "in 64x16 w4 s3, back 64x16 w4 s4": partial(
-        separate_products,
-        gate_up={**GATE_UP, 16: Block(features=64, step=16, warps=4, stages=3)},
-        down={**DOWN, 16: _BACK},
+_BACK = Few(warps=2)
+_EARLY = Few(warps=2, early=True)
+_HALF = Few(parts=2, registers=96)
+_ONE = {
+    "in w4 d1 r80, back w2 d2": FewShapes(gate_up=Few(depth=1, registers=80), down=_BACK),
+    "in w4 d1 r80 early, back w2 d2 early": FewShapes(
+        gate_up=Few(depth=1, registers=80, early=True), down=_EARLY
+    ),
+    "in w4 p2 d2, back w2 d2": FewShapes(gate_up=_HALF, down=_BACK),
+    "in w4 p2 d2, back w4 p2 d2": FewShapes(gate_up=_HALF, down=Few(parts=2)),
+    "in w4 p2 d1 r80 early, back w2 d2": FewShapes(
+        gate_up=Few(parts=2, depth=1, registers=80, early=True), down=_BACK
     ),
 }
-"""All blocks of a token at once on the device: features x words, warps, stages."""
-
-_IN = Few(depth=2, registers=96)
-_FEW = {
-    "in w4 d2, back w2 d2": FewShapes(gate_up=_IN, down=Few(warps=2, depth=2)),
-    "in w4 d1, back w2 d4": FewShapes(gate_up=Few(depth=1), down=Few(warps=2, depth=4)),
-    "in w4 d2, back w2 d2, fetched ahead": FewShapes(
-        gate_up=replace(_IN, ahead=True), down=Few(warps=2, depth=2, ahead=True)
-    ),
-    "in w4 d2, back w2 d2, together": FewShapes(
-        gate_up=replace(_IN, together=True), down=Few(warps=2, depth=2, together=True)
-    ),
-    "in w4 d4, back w4 d4": FewShapes(gate_up=Few(depth=4, registers=128), down=Few(depth=4)),
-    "w1 d3 staged": FewShapes(
-        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=1, depth=3, staged=True)
+_MORE = {
+    "in w4 d1 r80 early, back w2 d2 early": _ONE["in w4 d1 r80 early, back w2 d2 early"],
+    "in w4 d2 r128 early, back w2 d2 early": FewShapes(
+        gate_up=Few(registers=128, early=True), down=_EARLY
     ),
 }
-_FEW_ALONE = {
-    "in w4 d2, back w2 d2, no overlap": FewShapes(
-        gate_up=_IN, down=Few(warps=2, depth=2), overlap=False
-    ),
-    "in w4 d2 r80, back w2 d4": FewShapes(
-        gate_up=Few(depth=2, registers=80), down=Few(warps=2, depth=4)
-    ),
-    "in w1 d1, back w1 d4": FewShapes(gate_up=Few(warps=1, depth=1), down=Few(warps=1, depth=4)),
-    "in w4 p2 d2, back w4 p2 d2": FewShapes(
-        gate_up=replace(_IN, parts=2), down=Few(parts=2, depth=2)
-    ),
-    "in w4 p4 d1, back w4 p4 d3": FewShapes(
-        gate_up=Few(parts=4, depth=1), down=Few(parts=4, depth=3)
-    ),
-    "w1 d4 staged": FewShapes(
-        gate_up=Few(warps=1, depth=4, staged=True), down=Few(warps=1, depth=4, staged=True)
-    ),
-    "in w4 d1, back w2 d4, fetched ahead": FewShapes(
-        gate_up=Few(depth=1, ahead=True), down=Few(warps=2, depth=4, ahead=True)
-    ),
-}
-"""Warps of a program, parts of the columns, steps under way, registers."""
+"""Warps of a program, parts of the columns, steps asked for at once, registers."""
 
 
 def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    if tokens > _MOST_FEW:
+    """Other shapes of the products for few tokens, and eight products a step in their place."""
+    if tokens * _K >= JOINED_PAIRS * _E:
         return {}
-    shapes = {**_FEW, **(_FEW_ALONE if tokens == 1 else {})}
+    shapes = _ONE if tokens == 1 else _MORE
+    eight = {} if tokens == 1 else {"eight products a step": separate_products}
     return {
-        **{f"narrow tiles, {name}": partial(ours, products=cut) for name, cut in _ONE_WAVE.items()},
+        **{name: partial(ours, products=products) for name, products in eight.items()},
         **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
     }
 

@@ -32,20 +32,16 @@ class Few:
     Attributes:
         warps: of a program.
         parts: groups of warps that share a block of rows, each with its share of the columns.
-        depth: steps of 128 columns whose weights are under way.
+        depth: steps of 128 columns whose weights are asked for at once.
         registers: of a thread at most; None: as many as it takes.
-        together: those of ``depth`` steps are asked for at once.
-        staged: those lie in shared memory, not in registers.
-        ahead: bring all of a program's weights into the L2 cache by one instruction at its start.
+        early: the next weights are asked for before the present ones are decoded.
     """
 
     warps: int = 4
     parts: int = 1
     depth: int = 2
     registers: int | None = None
-    together: bool = False
-    staged: bool = False
-    ahead: bool = False
+    early: bool = False
 
     def fits(self, features: int, columns: int) -> bool:
         """Whether blocks divide a matrix; a block of rows has 32, or 16 gates and their ups."""
@@ -53,17 +49,29 @@ class Few:
         return (
             features % (self.warps // self.parts) == 0
             and columns % _STEP_COLUMNS == 0
-            and steps % (self.parts * (1 if self.staged else self.depth)) == 0
+            and steps % (self.parts * self.depth) == 0
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewShapes:
-    """The way in, the way back, and whether launches overlap."""
+    """The way in and the way back."""
 
-    gate_up: Few = Few()
-    down: Few = Few()
-    overlap: bool = True
+    gate_up: Few
+    down: Few
+
+
+SHAPES = FewShapes(gate_up=Few(registers=96), down=Few(warps=2))
+"""From two tokens on."""
+
+ALONE: FewShapes | None = None
+"""Of a single token; None: the products in ``experts_kernel.py`` are faster."""
+
+
+def few_shapes(tokens: int, stored: Mxfp4Experts) -> FewShapes | None:
+    """How so many tokens' products are cut; None where other products take them."""
+    shapes = ALONE if tokens == 1 else SHAPES
+    return shapes if shapes is not None and can_take(stored, shapes) else None
 
 
 def can_take(stored: Mxfp4Experts, shapes: FewShapes) -> bool:
@@ -117,7 +125,7 @@ def few_products(
         lists, tiles = (plan.reshape(-1),) * 5, pairs
     alone = wide is None
     # Of the launches that overlap each waits for the one before, and so for all before that.
-    overlap = shapes.overlap and not (wide and wide.tiles)
+    overlap = not (wide and wide.tiles)
     shared = {"ALONE": alone, "OVERLAP": overlap}
     start = launch or _start
     _gate_up(start, shapes.gate_up, tiles, x, stored, lists, hidden, top_k, activation, shared)
@@ -176,9 +184,7 @@ def _constants(shape: Few) -> dict[str, int | bool | None]:
         "WARPS": shape.warps,
         "PARTS": shape.parts,
         "DEPTH": shape.depth,
-        "TOGETHER": shape.together,
-        "STAGED": shape.staged,
-        "AHEAD": shape.ahead,
+        "EARLY": shape.early,
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
     }

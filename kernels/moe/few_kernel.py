@@ -13,11 +13,6 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-    async_copy_global_to_shared,
-    commit_group,
-    wait_group,
-)
 
 from k3vl.kernels.situ.glu_kernel import activated
 
@@ -108,16 +103,6 @@ STAY = gl.constexpr("bar.warp.sync -1; // dummy $0")
 """Loads in front of it stay there; else the assembler puts them where their results are needed."""
 WAIT = gl.constexpr("griddepcontrol.wait; // dummy $0")
 GO_ON = gl.constexpr("griddepcontrol.launch_dependents; // dummy $0")
-FETCH = gl.constexpr("""
-{
-    .reg .b32 t;
-    .reg .pred first;
-    mov.u32 t, %tid.x;
-    setp.eq.u32 first, t, 0;
-    @first cp.async.bulk.prefetch.L2.global [$1], $2;
-}
-""")
-"""Bring so many bytes into the L2 cache."""
 
 
 @gluon.jit
@@ -131,12 +116,6 @@ def _threads(WARPS: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def _control(CODE: gl.constexpr):
     gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fetch(at, BYTES: gl.constexpr):
-    at = at.to(gl.int64)
-    gl.inline_asm_elementwise(FETCH, "=r,l,r", [at, BYTES], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -183,7 +162,7 @@ def _step(
 def _rows_times_tokens(
     w, scale, x, row_a, row_b, token,
     WORDS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, DEPTH: gl.constexpr,
-    TOGETHER: gl.constexpr, STAGED: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+    EARLY: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them.
 
@@ -192,12 +171,11 @@ def _rows_times_tokens(
     t, e = _threads(WARPS, 8)
     q = t % 4
     STEPS: gl.constexpr = WORDS // 16 // PARTS
-    AT_ONCE: gl.constexpr = 1 if STAGED else DEPTH
     part = t // 32 // (WARPS // PARTS) * STEPS
     a_at = (w + row_a * WORDS + part * 16 + 4 * q)[:, None]
     b_at = (w + row_b * WORDS + part * 16 + 4 * q)[:, None]
-    sa_at = (scale + row_a * (WORDS // 16) + part + q % AT_ONCE)[:, None]
-    sb_at = (scale + row_b * (WORDS // 16) + part + q % AT_ONCE)[:, None]
+    sa_at = (scale + row_a * (WORDS // 16) + part + q % DEPTH)[:, None]
+    sb_at = (scale + row_b * (WORDS // 16) + part + q % DEPTH)[:, None]
     if SPLIT:
         x_at = (x + token * (WORDS * 4) + part * 8 + 2 * q)[:, None] + (
             e // 2 * (WORDS // 2) + e % 2
@@ -208,47 +186,54 @@ def _rows_times_tokens(
     acc = gl.zeros(
         [32 * WARPS, 8], gl.float32, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     )
-    if STAGED:
-        acc = _staged_steps(
-            acc, a_at, b_at, sa_at, sb_at, x_at, select, STEPS, WORDS, WARPS, DEPTH, SPLIT, WAITS
-        )
-    else:
-        acc = _steps(
-            acc, a_at, b_at, sa_at, sb_at, x_at, select,
-            STEPS, WORDS, WARPS, DEPTH, TOGETHER, SPLIT, WAITS,
-        )  # fmt: skip
+    acc = _steps(
+        acc, a_at, b_at, sa_at, sb_at, x_at, select,
+        STEPS, WORDS, WARPS, DEPTH, EARLY, SPLIT, WAITS,
+    )  # fmt: skip
     if PARTS > 1:
         acc = gl.sum(acc.reshape([PARTS, 32 * WARPS // PARTS, 8]), axis=0)
     return acc
 
 
 @gluon.jit
+def _words_of(a_at, b_at, k, BELOW: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr):
+    """Ask for the words of DEPTH steps from step ``k`` on, one load behind the other."""
+    words = ()
+    for i in gl.static_range(DEPTH):
+        at = (k + i) * 16
+        words = words + (_words(a_at + at, BELOW, WARPS), _words(b_at + at, BELOW, WARPS))
+    return words
+
+
+@gluon.jit
 def _steps(
     acc, a_at, b_at, sa_at, sb_at, x_at, select,
     STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    TOGETHER: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+    EARLY: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
-    """All steps of 128 columns; words of the next DEPTH lie in registers or are on their way."""
+    """All steps of 128 columns, DEPTH at a time.
+
+    EARLY: the next words are asked for before the present ones are decoded, and lie in registers of
+    their own. Else the assembler puts all DEPTH steps' loads behind the decoding, into the same
+    registers: one wait for DEPTH steps, in which other warps decode.
+    """
     BELOW: gl.constexpr = 8 * WORDS
     t, _e = _threads(WARPS, 8)
-    words = ()
-    for i in gl.static_range(DEPTH):
-        words = words + (
-            _words(a_at + i * 16, BELOW, WARPS), _words(b_at + i * 16, BELOW, WARPS),
-        )  # fmt: skip
+    words = _words_of(a_at, b_at, 0, BELOW, WARPS, DEPTH)
     groups = _scales(sa_at, sb_at, 0, BELOW // 16)
     if WAITS:
         _control(WAIT)
     for k in range(0, STEPS - DEPTH, DEPTH):
-        later = ()
         coming = _scales(sa_at, sb_at, k + DEPTH, BELOW // 16)
+        later = ()
+        if EARLY:
+            later = _words_of(a_at, b_at, k + DEPTH, BELOW, WARPS, DEPTH)
+            _control(STAY)
         for i in gl.static_range(DEPTH):
             lane = (t % 32 // 4 * 4 + i)[:, None]
             acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
-            at = (k + i + DEPTH) * 16
-            later = later + (_words(a_at + at, BELOW, WARPS), _words(b_at + at, BELOW, WARPS))
-            if not TOGETHER:
-                _control(STAY)
+            if not EARLY:
+                later = later + _words_of(a_at, b_at, k + i + DEPTH, BELOW, WARPS, 1)
         words = later
         groups = coming
     for i in gl.static_range(DEPTH):
@@ -258,62 +243,11 @@ def _steps(
 
 
 @gluon.jit
-def _copy_words(room, slot, a_at, b_at, k, STEPS: gl.constexpr, BELOW: gl.constexpr,
-                WARPS: gl.constexpr):  # fmt: skip
-    """Begin to copy the words of step ``k``, if there is one, to a slot of shared memory."""
-    t, e = _threads(WARPS, 8)
-    live = (t >= 0)[:, None] & (e >= 0)[None, :] & (k < STEPS)
-    offset = (e // 4 * BELOW + e % 4)[None, :] + k * 16
-    async_copy_global_to_shared(
-        room.index(2 * slot), a_at + offset, mask=live, cache_modifier=".cg"
-    )
-    async_copy_global_to_shared(
-        room.index(2 * slot + 1), b_at + offset, mask=live, cache_modifier=".cg"
-    )
-    commit_group()
-
-
-@gluon.jit
-def _staged_steps(
-    acc, a_at, b_at, sa_at, sb_at, x_at, select,
-    STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    SPLIT: gl.constexpr, WAITS: gl.constexpr,
-):  # fmt: skip
-    """The same; words of the next DEPTH steps are on their way to slots of shared memory.
-
-    A thread reads nothing but what it has copied itself.
-    """
-    BELOW: gl.constexpr = 8 * WORDS
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
-    # Halves of 16 bytes change places every four rows: eight threads then reach all banks.
-    room = gl.allocate_shared_memory(
-        gl.int32, [2 * DEPTH, 32 * WARPS, 8], gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
-    )
-    t, _e = _threads(WARPS, 8)
-    lane = (t % 32 // 4 * 4)[:, None]
-    for i in gl.static_range(DEPTH):
-        _copy_words(room, i, a_at, b_at, i, STEPS, BELOW, WARPS)
-    groups = _scales(sa_at, sb_at, 0, BELOW // 16)
-    if WAITS:
-        _control(WAIT)
-    slot = 0
-    for k in range(STEPS):
-        coming = _scales(sa_at, sb_at, gl.minimum(k + 1, STEPS - 1), BELOW // 16)
-        wait_group(DEPTH - 1)
-        words = (room.index(2 * slot).load(L), room.index(2 * slot + 1).load(L))
-        acc = _step(acc, words, 0, groups, x_at, k, select, lane, SPLIT, WORDS)
-        _copy_words(room, slot, a_at, b_at, k + DEPTH, STEPS, BELOW, WARPS)
-        slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
-        groups = coming
-    return acc
-
-
-@gluon.jit
 def gate_up_few_kernel(
     x, w, scale, order, experts, tile_first, tile_end, tile_count, out, top_k, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, DEPTH: gl.constexpr, TOGETHER: gl.constexpr, STAGED: gl.constexpr,
-    AHEAD: gl.constexpr, ALONE: gl.constexpr, OVERLAP: gl.constexpr,
+    PARTS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr, ALONE: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 16 features a group of PARTS warps and eight pairs.
 
@@ -332,9 +266,6 @@ def gate_up_few_kernel(
         end = gl.minimum(gl.load(tile_end + tile), first + 8)
     ROWS: gl.constexpr = 16 * (WARPS // PARTS)
     row = gl.load(experts + tile).to(gl.int64) * (2 * INNER) + gl.program_id(0) * ROWS
-    if AHEAD:
-        _fetch(w + row * (WIDTH // 8), ROWS * WIDTH // 2)
-        _fetch(w + (row + INNER) * (WIDTH // 8), ROWS * WIDTH // 2)
     THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 8)
@@ -345,7 +276,7 @@ def gate_up_few_kernel(
     token = (pair // top_k).to(gl.int64)
     acc = _rows_times_tokens(
         w, scale, x, own, own + INNER, token,
-        WIDTH // 8, WARPS, PARTS, DEPTH, TOGETHER, STAGED, False, False,
+        WIDTH // 8, WARPS, PARTS, DEPTH, EARLY, False, False,
     )  # fmt: skip
     gate, up = gl.split(acc.reshape([THREADS, 2, 4]).permute((0, 2, 1)))
     y = activated(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
@@ -361,8 +292,7 @@ def gate_up_few_kernel(
 def down_few_kernel(
     h, w, scale, order, experts, tile_first, tile_end, tile_count, out,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    DEPTH: gl.constexpr, TOGETHER: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr,
-    ALONE: gl.constexpr, OVERLAP: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY: gl.constexpr, ALONE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for 32 features a group of PARTS warps and eight pairs.
 
@@ -381,8 +311,6 @@ def down_few_kernel(
         end = gl.minimum(gl.load(tile_end + tile), first + 8)
     ROWS: gl.constexpr = 32 * (WARPS // PARTS)
     row = gl.load(experts + tile).to(gl.int64) * WIDTH + gl.program_id(0) * ROWS
-    if AHEAD:
-        _fetch(w + row * (INNER // 8), ROWS * INNER // 2)
     THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 8)
@@ -390,7 +318,7 @@ def down_few_kernel(
     place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
     acc = _rows_times_tokens(
         w, scale, h, own, own + 16, place,
-        INNER // 8, WARPS, PARTS, DEPTH, TOGETHER, STAGED, True, OVERLAP,
+        INNER // 8, WARPS, PARTS, DEPTH, EARLY, True, OVERLAP,
     )  # fmt: skip
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]

@@ -14,6 +14,7 @@ import triton
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
+from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.linear.gpu import front_gpu, is_row, linear_gpu
 from k3vl.kernels.moe import check_experts, router_logits
 from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
@@ -23,7 +24,7 @@ from k3vl.kernels.moe.experts_kernel import (
     route_kernel,
     route_sorted_kernel,
 )
-from k3vl.kernels.moe.few import FewShapes, few_products
+from k3vl.kernels.moe.few import FewShapes, few_products, few_shapes
 from k3vl.kernels.moe.joined import can_join, joined_products
 from k3vl.kernels.moe.plan import EIGHT, FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
 from k3vl.kernels.moe.separate import Block, separate_products
@@ -53,7 +54,7 @@ On an H200 8 + 0.015 us a token, and 12 to 14 + 0.007.
 """
 
 JOINED_PAIRS = 8
-"""From so many pairs an expert on, one product a step; below, eight."""
+"""From so many pairs an expert on, one product a step."""
 
 DENSE = Block(features=64, step=32, warps=4, stages=3)
 
@@ -150,26 +151,33 @@ def moe_experts_mxfp4_gpu(
 
     ``x`` is bfloat16 (any floating dtype in the interpreter). What a token gets does not depend on
     what the others are, only on how many there are and share its experts: that decides about widths
-    of tiles and order of sums (float32). ``products`` None: by the number of pairs an expert.
-    ``few``: the products for few tokens, cut so.
+    of tiles and order of sums (float32). ``few`` and ``products`` None: by the device, the experts'
+    widths and the number of pairs an expert; else the products for few tokens, cut so, or these.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
+    pairs = experts.numel()
+    many = pairs >= JOINED_PAIRS * stored.count
+    if few is None and products is None and not many and _takes_few(x):
+        few = few_shapes(tokens, stored)
     if few is not None:
         plan = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
         outputs = few_products(x, plan, stored, activation, top_k, few)
-        _combine(outputs, weights, norm, eps, out, overlap=few.overlap)
+        _combine(outputs, weights, norm, eps, out, overlap=True)
         return out
     plan = plan_gpu(experts, stored.count)
     if products is None:
-        pairs = experts.numel()
-        joined = pairs >= JOINED_PAIRS * stored.count and can_join(stored, pairs)
-        products = joined_products if joined else separate_products
+        products = joined_products if many and can_join(stored, pairs) else separate_products
     _combine(products(x, plan, stored, activation, top_k), weights, norm, eps, out)
     return out
+
+
+def _takes_few(x: torch.Tensor) -> bool:
+    """Whether the products for few tokens run there, in the dtype that they are written for."""
+    return x.dtype == torch.bfloat16 and hopper_runs(x.device)
 
 
 def moe_experts_gpu(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _STEP_COLUMNS = 128
 
+SHARED = 227 << 10
+"""Bytes of shared memory that a block may have on compute capability 9.0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
@@ -91,14 +94,14 @@ def joined_products(
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
-        rows, constants = _constants(shapes[width], width, 2 * inner, latent)
+        rows, constants = block_of(shapes[width], width, 2 * inner, latent)
         gate_up_joined_kernel[(2 * inner // rows, tiles.expert.numel())](
             split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
             BM=rows // 2, PACKED=packed, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
-        rows, constants = _constants(shapes[width], width, latent, inner)
+        rows, constants = block_of(shapes[width], width, latent, inner)
         down_joined_kernel[(latent // rows, tiles.expert.numel())](
             hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
             INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, **constants,
@@ -111,20 +114,42 @@ def _words(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int32)
 
 
-def _constants(
-    shape: Joined, width: int, features: int, columns: int
-) -> tuple[int, dict[str, int]]:
-    """Rows of a block and launch constants; smaller where a block would not divide the matrix."""
-    rows, warps, parts = shape.rows, shape.warps, shape.parts
+def block_of(shape: Joined, width: int, features: int, columns: int) -> tuple[int, dict[str, int]]:
+    """Rows of a block and launch constants.
+
+    Smaller where a block would not divide the matrix or its steps would not fit in shared memory.
+    """
+    rows, warps, parts, stages = shape.rows, shape.warps, shape.parts, shape.stages
     while features % rows:
         rows, warps = rows // 2, max(4, warps // 2)
     while columns % (parts * _STEP_COLUMNS):
         parts //= 2
+    while shared_bytes(rows, warps, parts, stages, width) > SHARED:
+        if parts > 1:
+            parts //= 2
+        else:
+            stages -= 1
     return rows, {
         "BN": min(width, FULL),
         "TAIL": max(0, width - FULL),
         "PARTS": parts,
-        "COPIES": max(1, 32 * warps // (rows * parts)),
+        "COPIES": _copies(rows, warps, parts),
         "num_warps": warps,
-        "num_stages": shape.stages,
+        "num_stages": stages,
     }
+
+
+def _copies(rows: int, warps: int, parts: int) -> int:
+    """How often a scale is read, so that no thread goes without."""
+    return max(1, 32 * warps // (rows * parts))
+
+
+def shared_bytes(rows: int, warps: int, parts: int, stages: int, width: int) -> int:
+    """What a block takes, as Triton 3.6 compiles it.
+
+    Tokens of ``stages`` steps, which the tensor cores read there, and one step less of weights and
+    scales, which are read into registers first.
+    """
+    tokens = 2 * _STEP_COLUMNS * parts * width
+    weights = rows * parts * (_STEP_COLUMNS // 2 + 4 * _copies(rows, warps, parts))
+    return stages * tokens + (stages - 1) * weights

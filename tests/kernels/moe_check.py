@@ -11,10 +11,12 @@ from functools import partial
 import torch
 
 from k3vl.kernels.choice import triton_kernels
+from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.experts import FloatExperts
-from k3vl.kernels.moe.few import FewShapes, can_take
+from k3vl.kernels.moe.few import SHAPES as FEW
+from k3vl.kernels.moe.few import Few, FewShapes, can_take
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
     moe_experts_gpu,
@@ -40,6 +42,12 @@ SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
 OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
+}
+FEW_SHAPES = {
+    "taken": FEW,
+    "early": FewShapes(
+        gate_up=Few(parts=2, depth=1, registers=80, early=True), down=Few(warps=2, early=True)
+    ),
 }
 
 
@@ -120,12 +128,11 @@ def check_experts(
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
-    if ON_GPU and can_take(packed, FewShapes()):
-        for overlap in (True, False):
-            cut = FewShapes(overlap=overlap)
+    for name, cut in FEW_SHAPES.items() if hopper_runs(DEVICE) else ():
+        if can_take(packed, cut):
             want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
             got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm, 1e-5, few=cut)
-            close(f"few, overlap {overlap}, {what}", got, want)
+            close(f"few, {name}, {what}", got, want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
@@ -161,7 +168,7 @@ def check_router() -> None:
 
 def check_beside() -> None:
     """A token whose shared experts run on a second stream gets the same; recorded, too."""
-    latent, width, inner, experts = 128, 256, 128, 8
+    latent, width, inner, experts = 512, 256, 512, 8
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=DEVICE).to(DTYPE) / shape[-1] ** 0.5
@@ -185,6 +192,24 @@ def check_beside() -> None:
     assert torch.equal(again(), want[1]), "beside: replayed"
 
 
+def check_few_recorded() -> None:
+    """The same in a graph, and whatever other tokens there are that need no wider tiles."""
+    packed = stored(20, 256, 512)
+    for tokens, hot in ((2, False), (8, False), (40, True)):
+        weights, chosen = routing(tokens, 20, 2, hot)
+        x, other = (torch.randn(tokens, 256, device=DEVICE).to(DTYPE) for _ in range(2))
+        run = partial(moe_experts_mxfp4_gpu, x, weights, chosen, packed, SITU)
+        want = run(), moe_experts_mxfp4_gpu(other, weights, chosen, packed, SITU)
+        if not hot:
+            few = moe_experts_mxfp4_gpu(x[1:], weights[1:], chosen[1:], packed, SITU, few=FEW)
+            some = moe_experts_mxfp4_gpu(x, weights, chosen, packed, SITU, few=FEW)
+            assert torch.equal(few, some[1:]), f"few, {tokens}: other neighbours"
+        again = GraphRunner().make(run)
+        assert torch.equal(again(), want[0]), f"few, {tokens}: recorded"
+        x.copy_(other)
+        assert torch.equal(again(), want[1]), f"few, {tokens}: replayed"
+
+
 seed = 1
 sys.stdout.write(f"seed {seed}\n")
 torch.manual_seed(seed)
@@ -199,7 +224,12 @@ check_experts(300, (4, 32, 32), 1, False, SITU)
 check_experts(3, (5, 128, 384), 2, False, SITU)
 check_experts(40, (3, 256, 128), 2, True, SiluGLU())
 check_experts(150, (2, 128, 256), 1, True, SITU)
+if ON_GPU:  # few tokens, alone and beside an expert that has wider tiles
+    check_experts(3, (5, 256, 512), 2, False, SITU)
+    check_experts(40, (20, 512, 256), 2, True, SiluGLU())
 if ON_GPU and "small" not in sys.argv[2:]:
+    check_experts(150, (40, 256, 512), 2, True, SITU)
     check_beside()
+    check_few_recorded()
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)

@@ -15,7 +15,11 @@ from tests.device_only import META, device_only
 pytest.importorskip("triton")
 
 from k3vl.kernels.choice import triton_kernels
-from k3vl.kernels.moe.gpu import FEW_PAIRS, SORTED_TOKENS
+from k3vl.kernels.moe import few, gpu, joined
+from k3vl.kernels.moe.few import SHAPES, FewShapes
+from k3vl.kernels.moe.gpu import FEW_PAIRS, SORTED_TOKENS, moe_experts_mxfp4_gpu
+from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+from k3vl.kernels.moe.plan import WIDTHS
 from k3vl.kernels.situ import SituGLU
 
 K3 = parse_config(slice_config(4)).text
@@ -51,9 +55,6 @@ def test_the_layer_keeps_the_device_fed(tokens: int, form: str) -> None:
 
 
 def test_a_step_without_tokens_launches_nothing_over_experts() -> None:
-    from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu
-    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-
     stored = Mxfp4Experts.empty(4, 64, 32, META)
     x, weights = torch.empty(0, 64, device=META), torch.empty(0, 2, device=META)
     chosen = torch.empty(0, 2, dtype=torch.int64, device=META)
@@ -63,20 +64,16 @@ def test_a_step_without_tokens_launches_nothing_over_experts() -> None:
     assert launches == []
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 128])
 def test_launches_for_few_tokens(tokens: int) -> None:
     """A token alone needs no plan; 128 may share an expert, which then has wider tiles."""
-    from k3vl.kernels.moe.few import FewShapes
-    from k3vl.kernels.moe.gpu import moe_experts_mxfp4_gpu
-    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-
     stored = Mxfp4Experts.empty(896, 3584, 3072, META)
     x = torch.empty(tokens, 3584, dtype=torch.bfloat16, device=META)
     weights = torch.empty(tokens, 16, device=META)
     chosen = torch.empty(tokens, 16, dtype=torch.int64, device=META)
     activation = SituGLU(beta=4.0, linear_beta=25.0)
     with device_only() as launches:
-        moe_experts_mxfp4_gpu(x, weights, chosen, stored, activation, few=FewShapes())
+        moe_experts_mxfp4_gpu(x, weights, chosen, stored, activation, few=SHAPES)
     wide = 3 if tokens == 128 else 0
     assert Counter(launch.kernel for launch in launches) == Counter(
         {
@@ -88,3 +85,64 @@ def test_launches_for_few_tokens(tokens: int) -> None:
             "combine_kernel": 1,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "taken"), [(2, "few"), (128, "few"), (447, "few"), (448, "joined")]
+)
+def test_which_products_are_taken(tokens: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Gluon runs, few tokens of bfloat16 have products of their own."""
+    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
+    assert products_of(tokens, torch.bfloat16) == taken
+
+
+@pytest.mark.parametrize(("shapes", "taken"), [(None, "mxfp4"), (SHAPES, "few")])
+def test_which_products_a_token_alone_takes(
+    shapes: FewShapes | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
+    monkeypatch.setattr(few, "ALONE", shapes)
+    assert products_of(1, torch.bfloat16) == taken
+
+
+def test_products_for_few_tokens_are_not_taken_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products_of(8, torch.bfloat16) == "mxfp4"
+    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
+    assert products_of(8, torch.float32) == "mxfp4"
+    assert products_of(8, torch.bfloat16, latent=3584 - 128) == "mxfp4", "an odd number of steps"
+
+
+def products_of(tokens: int, dtype: torch.dtype, latent: int = 3584) -> str:
+    stored = Mxfp4Experts.empty(896, latent, 3072, META)
+    x = torch.empty(tokens, latent, dtype=dtype, device=META)
+    weights = torch.empty(tokens, 16, device=META)
+    chosen = torch.empty(tokens, 16, dtype=torch.int64, device=META)
+    with device_only() as launches:
+        moe_experts_mxfp4_gpu(x, weights, chosen, stored, SituGLU(beta=4.0, linear_beta=25.0))
+    names = [launch.kernel for launch in launches if launch.kernel.startswith("gate_up_")]
+    return names[0].removeprefix("gate_up_").removesuffix("_kernel")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_blocks_fit_in_shared_memory(width: int, parts: int, stages: int) -> None:
+    """Whatever is asked for; the shapes that are taken fit as they are."""
+    for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8), (256, 8)):
+        shape = joined.Joined(rows=rows, warps=warps, stages=stages, parts=parts)
+        cut, given = joined.block_of(shape, width, 6144, 3584)
+        taken = cut, given["num_warps"], given["PARTS"], given["num_stages"], width
+        assert joined.shared_bytes(*taken) <= joined.SHARED
+        assert given["num_stages"] > 1
+    taken = joined.SHAPES[width]
+    assert joined.block_of(taken, width, 6144, 3584)[1]["num_stages"] == taken.stages
+    assert joined.block_of(taken, width, 6144, 3584)[1]["PARTS"] == taken.parts
+
+
+def test_shared_memory_is_what_the_compiler_takes() -> None:
+    """Triton 3.6 for compute capability 9.0: rows, warps, parts, stages, width."""
+    assert joined.shared_bytes(64, 8, 2, 3, 160) == 264_192
+    assert joined.shared_bytes(64, 8, 2, 3, 128) == 215_040
+    assert joined.shared_bytes(128, 8, 1, 3, 160) == 141_312
+    assert joined.shared_bytes(128, 4, 2, 3, 32) == 83_968
+    assert joined.shared_bytes(64, 4, 1, 3, 16) == 21_504

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels.moe import moe_experts
+from k3vl.kernels.moe.few import SHAPES as TAKEN
 from k3vl.kernels.moe.few import Few, FewShapes, few_products
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, plan_experts
@@ -20,17 +21,17 @@ from tests.kernels.gluon_on_cpu import launch
 EXPERTS, LATENT, INNER, TOP_K = 5, 512, 256, 2
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
 SHAPES = {
-    "a warp has whole rows": FewShapes(gate_up=Few(warps=4, depth=2), down=Few(warps=4, depth=1)),
     "warps share rows": FewShapes(
         gate_up=Few(warps=4, parts=2, depth=2), down=Few(warps=4, parts=2, depth=1)
     ),
     "nothing is left to load": FewShapes(
-        gate_up=Few(warps=2, parts=2, depth=2, ahead=True), down=Few(warps=2, depth=2, ahead=True)
+        gate_up=Few(warps=2, parts=2, depth=2), down=Few(warps=2, depth=2)
     ),
-    "by way of shared memory": FewShapes(
-        gate_up=Few(warps=1, depth=3, staged=True), down=Few(warps=2, depth=4, staged=True)
+    "early": FewShapes(
+        gate_up=Few(warps=4, parts=2, depth=1, early=True), down=Few(warps=2, depth=1, early=True)
     ),
-    "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2), overlap=False),
+    "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2)),
+    "taken": TAKEN,
 }
 
 
