@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine_host [--pictures 2000] [--in-flight 64 256] [--profile 25]
 
-Decoding goes the way of a CUDA device (fixed sizes, a recorded step), prompts run page by page as
-there, and features come in a later step than the one that asked for them; but the recorded step,
-the language model's pass and the tower return ready tensors of the right shapes. What remains is
+Decoding and prompts go the way of a CUDA device (fixed sizes, recorded steps), and features come in
+a later step than the one that asked for them; but the recorded steps and the tower return ready
+tensors of the right shapes. What remains is
 scheduling, filling buffers, gathering, sampling and handing out: the captions a second that no
 device can exceed with this host.
 
@@ -34,6 +34,9 @@ from k3vl.config import checkpoint_path, load_config, load_media_config
 from k3vl.lm.decode import StaticDecode
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
+from k3vl.lm.passes import Passes
+from k3vl.lm.prompts import StaticPrompts
+from k3vl.lm.residual import PlainStream
 from k3vl.load import load_chat_defaults
 from k3vl.pipeline import Pipeline
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
@@ -52,16 +55,23 @@ SAMPLING = SamplingParams(max_tokens=NEW)
 class FreeModel:
     """Says the same token always, at no cost."""
 
+    stream = PlainStream
+
     def __init__(self, config: Any, token_id: int) -> None:
         self.config = config
         self.kernels = SimpleNamespace(row_independent=False, recordable=True)
-        self.embedding = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16)
+        self.embedding = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
         self._logits = torch.zeros(1, config.vocab_size)
         self._logits[0, token_id] = 1.0
 
     def __call__(self, batch: Any, cache: Any) -> torch.Tensor:
-        wanted = batch.token_ids if batch.logit_rows is None else batch.logit_rows
-        return self._logits.expand(len(wanted), -1)
+        return self.logits(batch.token_ids, batch.logit_rows)
+
+    def advance(self, stream: PlainStream, batch: Any, cache: Any) -> torch.Tensor:
+        return stream.first
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        return self._logits.expand(len(hidden if rows is None else rows), -1)
 
 
 class FreeEncoder:
@@ -114,6 +124,8 @@ def free_engine(in_flight: int) -> Engine:
     encoder = FreeEncoder(config.text.hidden_size)
     engine = Engine(model, encoder, settings, stop_ids=(), encoding=EncodeLater)
     engine.decoder = StaticDecode(model, engine.cache, Recorded())
+    engine.prompts = StaticPrompts(model, engine.cache, Recorded())
+    engine.passes = Passes.of(settings, row_independent=False, most_rows=engine.prompts.most_rows)
     return engine
 
 

@@ -10,7 +10,7 @@
   dimensions and random weights (``transformers`` does not have the demo's architecture), its image
   processor, several batch sizes of which the fastest counts, prompts as long as ours, and as many
   new tokens as our captions have on average; it is spared the tokenizer,
-- the pipeline on the same machine's CPU, float32, as it comes, over some of the pictures.
+- the pipeline on the same machine's CPU, float32, as it comes, over few of the pictures.
 
 Nothing is kept from one picture or round for another (``reuse`` is off). Each has a process of its
 own, which sleeps while another is measured. A first round, in which kernels are compiled and graphs
@@ -36,7 +36,6 @@ import json
 import os
 import platform
 import random
-import statistics
 import subprocess
 import tempfile
 import time
@@ -52,6 +51,7 @@ import torch
 from PIL import Image
 
 from benchmarks.gpu_equality import compare
+from benchmarks.gpu_rounds import Rounds, in_short
 from benchmarks.gpu_subjects import Failed, Ours, Peer, Setting, Subject
 from k3vl.config import checkpoint_path
 from k3vl.demo.heldout import QUICK
@@ -75,6 +75,7 @@ class Options:
     Attributes:
         device, dtype: of the pipeline and the peer that are compared; the rest is float32.
         pictures, cpu_pictures: all of them, and those for the CPU.
+        first_pictures: of the first round, enough for every size of a pass to come twice.
         rounds: after the first.
         in_flight, cpu_in_flight: requests at once.
         peer_batches: pictures of one ``generate()``; of small ones ``peer_calls`` are enough.
@@ -88,12 +89,13 @@ class Options:
     device: str = "cuda"
     dtype: str = "bfloat16"
     pictures: int = 2000
-    cpu_pictures: int = 300
-    rounds: int = 3
-    in_flight: tuple[int, ...] = (64, 256)
+    first_pictures: int = 768
+    cpu_pictures: int = 64
+    rounds: int = 2
+    in_flight: tuple[int, ...] = (256,)
     cpu_in_flight: int = 16
-    peer_batches: tuple[int, ...] = (1, 16, 64)
-    peer_calls: int = 32
+    peer_batches: tuple[int, ...] = (16, 64)
+    peer_calls: int = 16
     items: int = 200
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     profile_seconds: float = 1.0
@@ -107,6 +109,7 @@ SMOKE = Options(
     device="cpu",
     dtype="float32",
     pictures=12,
+    first_pictures=8,
     cpu_pictures=4,
     rounds=1,
     in_flight=(2, 4),
@@ -185,88 +188,21 @@ def speed(options: Options, paths: list[Path], keep: Keep) -> None:
         record["prompt_tokens"] = prompt = ours.call("prompt_tokens", paths[0])
         text_tokens = prompt - (SIDE // 28) ** 2
         for number in range(options.rounds + 1):  # the first compiles and records
+            every = paths if number else paths[: options.first_pictures]
             for in_flight in options.in_flight:
-                take(f"k3vl, {in_flight} in flight", ours, paths, in_flight)
+                take(f"k3vl, {in_flight} in flight", ours, every, in_flight)
             if not number:
                 if not measured.first:
                     raise Failed("no captions to measure the others by")
                 made = next(iter(measured.first.values()))["new_tokens"]
-                record["mean_new_tokens"] = made / len(paths)
-                record["peer_new_tokens"] = new = round(made / len(paths))
+                record["mean_new_tokens"] = made / len(every)
+                record["peer_new_tokens"] = new = round(made / len(every))
             for batch in options.peer_batches:
                 some = paths[: batch * options.peer_calls]
                 take(f"transformers, batch {batch}", peer, some, batch, text_tokens, new)
             name = f"k3vl on the CPU, {options.cpu_in_flight} in flight"
             take(name, ours_on_cpu, few, options.cpu_in_flight)
             print(f"round {number} of {options.rounds}", flush=True)
-
-
-class Rounds:
-    """Results by name: the first of each, and the others; texts apart."""
-
-    def __init__(self) -> None:
-        self.first: dict[str, dict[str, Any]] = {}
-        self.rounds: dict[str, list[dict[str, Any]]] = {}
-        self.texts: dict[str, list[str]] = {}
-        self.errors: dict[str, str] = {}
-
-    def known(self, count: int) -> dict[str, Any]:
-        """As JSON."""
-        found = {"errors": self.errors, "first_round": self.first, "rounds": self.rounds}
-        found["same_captions_as_the_cpu"] = self.same_texts(count)
-        return found | summary(self.rounds)
-
-    def ask(self, name: str, subject: Subject, *call: Any) -> Any:
-        """A result, or None where the record now says why not."""
-        try:
-            return subject.call(*call)
-        except Failed as exc:
-            self.errors[name] = str(exc)
-            print(f"{name}: {exc}", flush=True)
-            return None
-
-    def take(self, name: str, subject: Subject, *call: Any) -> None:
-        """Call, unless that has failed before, or making the subject has."""
-        if any(name.startswith(failed) for failed in self.errors):
-            return
-        if (found := self.ask(name, subject, *call)) is None:
-            return
-        self.texts[name] = found.pop("texts", [])
-        print(f"{name}: {found['captions_per_second']:.1f} captions a second", flush=True)
-        if name in self.first:
-            self.rounds.setdefault(name, []).append(found)
-        else:
-            self.first[name] = found
-
-    def same_texts(self, count: int) -> dict[str, float]:
-        """Share of the first captions that are those of the CPU, by who made them."""
-        own = {name: texts for name, texts in self.texts.items() if texts}
-        theirs = next((texts for name, texts in own.items() if "CPU" in name), [])
-        return {
-            name: sum(a == b for a, b in zip(texts[:count], theirs, strict=True)) / count
-            for name, texts in own.items()
-            if theirs and "CPU" not in name
-        }
-
-
-def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of captions a second, the best of each kind, and ours over the others'."""
-    medians = {
-        name: statistics.median(found["captions_per_second"] for found in results)
-        for name, results in rounds.items()
-    }
-
-    def best(*beginnings: str) -> float | None:
-        own = [v for name, v in medians.items() if name.startswith(beginnings)]
-        return max(own, default=None)
-
-    ours, cpu, peer = best("k3vl, "), best("k3vl on the CPU"), best("transformers")
-    return {
-        "captions_per_second": medians,
-        "best": {"k3vl": ours, "k3vl_on_cpu": cpu, "transformers": peer},
-        "over_the_cpu": ours / cpu if ours and cpu else None,
-        "over_transformers": ours / peer if ours and peer else None,
-    }
 
 
 # ------------------------------------------------------------------ equality
@@ -435,6 +371,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="on a CPU, small")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--pictures", type=int)
+    parser.add_argument("--first-pictures", type=int)
     parser.add_argument("--cpu-pictures", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--items", type=int)
@@ -463,8 +400,7 @@ def main() -> None:
                 print(exc, flush=True)
                 keep({"errors": record[name].get("errors", {}) | {name: str(exc)}})
     if "speed" in only:
-        ends = ("best", "over_the_cpu", "over_transformers")
-        print(json.dumps({name: record["speed"].get(name) for name in ends}, indent=1))
+        print("\n".join(in_short(record["speed"])))
     if smoke:
         errors = {name: record[name].get("errors") for name in only}
         assert not any(errors.values()), errors

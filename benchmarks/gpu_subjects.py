@@ -95,7 +95,10 @@ class Ours:
         """Caption all; seconds, where they went, and what was said."""
         before, self._media.seconds = self.pipeline.stats(), 0.0
         begin = now()
-        replies = list(self.pipeline.replies(map(self._request, paths), in_flight=in_flight))
+        replies, times = [], [begin[0]]
+        for reply in self.pipeline.replies(map(self._request, paths), in_flight=in_flight):
+            replies.append(reply)
+            times.append(now()[0])
         clock, process = (now() - begin).tolist()
         after = self.pipeline.stats()
         said = [reply for reply in replies if isinstance(reply, Reply)]
@@ -108,6 +111,8 @@ class Ours:
             "seconds": clock,
             "process_seconds": process,
             "captions_per_second": len(paths) / clock,
+            "steady_captions_per_second": steady(times, in_flight),
+            "captions": len(paths),
             "new_tokens": sum(reply.usage.completion_tokens for reply in said),
             "stage_seconds": stages,
             "engine_between_seconds": clock - in_stages - idle,
@@ -159,6 +164,18 @@ class Ours:
     def _request(self, path: Path) -> Request:
         message = Message(role="user", parts=(MediaPart("image", path), TextPart(PROMPT)))
         return self.pipeline.request([message], sampling=SAMPLING)
+
+
+def steady(times: list[float], in_flight: int) -> float:
+    """Replies a second without the first and the last so many, if others are left.
+
+    Args:
+        times: the beginning, then every reply's.
+        in_flight: requests at once.
+    """
+    cut = in_flight if len(times) > 3 * in_flight else 0
+    first, last = cut, len(times) - 1 - cut
+    return float((last - first) / (times[last] - times[first]))
 
 
 class _timed:  # noqa: N801 - reads as a verb

@@ -19,7 +19,7 @@ class Packed:
     """Where items lie: on the host for whoever launches, on the device for whoever computes.
 
     Attributes:
-        lengths: rows of every item.
+        lengths: rows of every item, or at least as many where only the device knows them.
         borders: [S + 1] int64, where their rows begin and end.
         tables: what launches have derived from them for the device, by names of their own.
     """

@@ -20,7 +20,11 @@ class Sequences(Protocol):
         cache_rows: [N] int64, where each row's latent is written.
         decode_rows: [num_decodes, L] int64, where the pages of ``page`` latents begin that each of
             these sequences sees, and decode_lens: [num_decodes] int64, how many latents that are.
-        prefill_rows: per other sequence [L_i] int64, all latents it sees.
+        prefill_rows: per other sequence [L_i] int64, all latents it sees; one tensor for all of
+            them together where there is ``prefill_keys``.
+        prefill_keys: [P + 1] int64, where each one's begin and end in that tensor; what is behind
+            the last is not read. Then the lengths are known on the device only: there is one in
+            ``prefill_lens`` for all. None otherwise.
     """
 
     @property
@@ -41,3 +45,5 @@ class Sequences(Protocol):
     def page(self) -> int: ...  # noqa: D102
     @property
     def prefill_rows(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102
+    @property
+    def prefill_keys(self) -> torch.Tensor | None: ...  # noqa: D102

@@ -17,11 +17,11 @@ from benchmarks.gpu_captions import (
     keeper,
     make_pictures,
     replace_fields,
-    summary,
 )
 from benchmarks.gpu_equality import Recorder, compare, parting, questions_about_pictures
 from benchmarks.gpu_profile import covered, summary_of
-from benchmarks.gpu_subjects import Failed, Subject, ahead, patches_of
+from benchmarks.gpu_rounds import in_short, summary
+from benchmarks.gpu_subjects import Failed, Subject, ahead, patches_of, steady
 from k3vl.lm.backend import Token
 from k3vl.types import Prompt, SamplingParams, TokenLogprob
 
@@ -54,6 +54,35 @@ def test_the_best_of_each_kind_is_compared_by_medians() -> None:
     assert (found["over_the_cpu"], found["over_transformers"]) == (50, 10)
     del rounds["transformers, batch 1"], rounds["transformers, batch 64"]
     assert summary(rounds)["over_transformers"] is None
+
+
+def test_the_summary_says_rates_stages_and_ratios() -> None:
+    ours = {
+        "captions": 500,
+        "steady_captions_per_second": 300.0,
+        "process_seconds": 1.5,
+        "stage_seconds": {"decode": 0.5, "wait": 0.0},
+        "steps": 40,
+        "mean_running": 200.0,
+    }
+    record = {
+        "rounds": {"k3vl, 256 in flight": [ours], "transformers, batch 64": [{}]},
+        "captions_per_second": {"k3vl, 256 in flight": 250.0, "transformers, batch 64": 50.0},
+        "over_transformers": 5.0,
+        "over_the_cpu": None,
+    }
+    assert in_short(record) == [
+        "k3vl, 256 in flight: 250.0 a second, 300.0 in between; ms a caption: 3.00 of processor "
+        "time, decode 1.00; 40 steps of 200 requests",
+        "transformers, batch 64: 50.0 a second",
+        "over_transformers: 5.00 (goal: 5)",
+    ]
+
+
+def test_replies_in_steady_state_are_those_between_the_first_and_the_last() -> None:
+    times = [0.0, *(10.0 + n for n in range(8))]
+    assert steady(times, 2) == 1.0
+    assert steady(times, 3) == 8 / 17.0
 
 
 def test_fields_of_the_command_line() -> None:

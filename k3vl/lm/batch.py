@@ -69,7 +69,9 @@ class Batch:
         cache_rows: [N] int64, where each token's latent is written.
         decode_rows: [num_decodes, L] int64, where the pages of ``page`` latents begin that each of
             these sequences sees, and decode_lens: [num_decodes] int64, how many latents that are.
-        prefill_rows: per prefill sequence [L_i] int64, all latents it sees.
+        prefill_rows: per prefill sequence [L_i] int64, all latents it sees; see
+            :class:`~k3vl.kernels.sequences.Sequences` for those of a pass of fixed size.
+        prefill_keys: [P + 1] int64 for such a pass, None for others.
         logit_rows: [R] int64, rows whose logits are wanted, in sequence order; None: all.
         page: see ``decode_rows``; with 1 they are the latents' own rows.
     """
@@ -88,6 +90,7 @@ class Batch:
     prefill_rows: tuple[torch.Tensor, ...]
     logit_rows: torch.Tensor | None
     page: int = 1
+    prefill_keys: torch.Tensor | None = None
 
 
 def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
@@ -100,7 +103,7 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
     starts = [0, *accumulate(lens)]
     num_decodes = next((i for i, n in enumerate(lens) if n != 1), len(rows))
 
-    latents = [_latent_rows(row, cache) for row in rows]
+    latents = [latent_rows(row, row.context_len + row.num_rows, cache) for row in rows]
     new = [all_rows[row.context_len :] for row, all_rows in zip(rows, latents, strict=True)]
     decode_lens = [len(own) for own in latents[:num_decodes]]
     decode_rows = np.empty((num_decodes, max(decode_lens, default=0)), np.int64)
@@ -113,7 +116,7 @@ def build_batch(rows: Sequence[Row], cache: HybridCache) -> Batch:
         for row, start, count in zip(rows, starts, counts, strict=False)
         if row.wants_logits
     ]
-    feature_rows, features = _features(rows, starts)
+    feature_rows, features = find_features(rows, starts)
     on_device = upload(
         [t for row in rows for t in _padded_ids(row)],
         feature_rows,
@@ -148,16 +151,18 @@ def _padded_ids(row: Row) -> list[int]:
     return [*row.token_ids, *[0] * (row.num_rows - len(row.token_ids))]
 
 
-def _latent_rows(row: Row, cache: HybridCache) -> np.ndarray:
-    """Cache rows of all the tokens of a sequence after this step, in order."""
-    total, size = row.context_len + row.num_rows, cache.sizes.page_size
+def latent_rows(row: Row, total: int, cache: HybridCache) -> np.ndarray:
+    """Cache rows of the first ``total`` tokens of a sequence, in order."""
+    size = cache.sizes.page_size
     assert len(row.pages) * size >= total, "pages are allocated before a step"
     begins = np.array(row.pages[: cache.sizes.pages(total)], np.int64) * cache.rows_per_unit
     rows: np.ndarray = (begins[:, None] + np.arange(size)).ravel()[:total]
     return rows
 
 
-def _features(rows: Sequence[Row], starts: Sequence[int]) -> tuple[list[int], list[torch.Tensor]]:
+def find_features(
+    rows: Sequence[Row], starts: Sequence[int]
+) -> tuple[list[int], list[torch.Tensor]]:
     """Which rows of the packed input are features, and the features in that order."""
     where: list[int] = []
     values: list[torch.Tensor] = []

@@ -139,7 +139,11 @@ class KDAState:
 
 
 class HybridCache:
-    """The buffer and its views, in layer order."""
+    """The buffer and its views, in layer order.
+
+    Attributes:
+        spare: a unit behind all others, nobody's: where sequences that pad a pass have their state.
+    """
 
     def __init__(
         self, config: TextConfig, sizes: CacheSizes, *, dtype: torch.dtype, device: torch.device
@@ -148,13 +152,14 @@ class HybridCache:
         linear = config.linear_attn_config
         width, head = _latent_width(config), linear.head_dim
         carried = linear.short_conv_kernel_size - 1
-        cells = sizes.num_units * sizes.cells_per_unit
+        cells = (sizes.num_units + 1) * sizes.cells_per_unit
         cell = bytes_per_cell(config, dtype)
         item = dtype.itemsize
         self.sizes = sizes
         self.buffer = torch.zeros(
-            sizes.num_units * sizes.unit_bytes, dtype=torch.uint8, device=device
+            (sizes.num_units + 1) * sizes.unit_bytes, dtype=torch.uint8, device=device
         )
+        self.spare = sizes.num_units
         typed = self.buffer.view(dtype)
         states = self.buffer.view(torch.float32).as_strided(
             (cells, head, head), (cell // 4, head, 1)
@@ -169,7 +174,8 @@ class HybridCache:
             (sizes.unit_bytes // item, config.hidden_size, 1),
         )
         # By words: torch gathers and scatters bytes five times slower.
-        self.units = self.buffer.view(torch.int32).view(sizes.num_units, sizes.unit_bytes // 4)
+        units = self.buffer.view(torch.int32).view(-1, sizes.unit_bytes // 4)
+        self.units = units[: sizes.num_units]
         layers: list[KDAState | torch.Tensor] = []
         kda = mla = 0
         for layer in range(config.num_hidden_layers):

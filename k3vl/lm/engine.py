@@ -10,7 +10,8 @@ each other (the compiled ones for CPUs) have that by themselves, and a chunk of 
 pass that it may share with other prompts, cut only where a checkpoint is taken; and what decoding
 computed is kept like a prompt's state. With others the rounding of a matrix product depends on
 its height; prompts then run page by page, every page in a forward pass of its own with
-``page_size`` rows, the last in whole tiles, and requests that decode share one pass (about 1e-4 of
+``page_size`` rows, the last in whole tiles (small models on a device: at fixed sizes,
+``prompts.py``), and requests that decode share one pass (about 1e-4 of
 a float32 logit) unless ``exact_decode`` gives each its own. Where nothing is kept for others
 (``reuse`` off) and ``exact_decode`` is off too, prompts share passes in the same way.
 """
@@ -21,10 +22,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from k3vl.errors import BackendError, Cancelled, K3VLError, RequestError
-from k3vl.lm.batch import build_batch
 from k3vl.lm.cache import TILE, HybridCache, plan_cache
 from k3vl.lm.decode import decoder
 from k3vl.lm.encoding import EncodeInStep
@@ -33,6 +31,7 @@ from k3vl.lm.job import Job, Targets, items_to_encode, rows_of
 from k3vl.lm.packing import checkpoints_of, states_as
 from k3vl.lm.passes import Passes, next_pass
 from k3vl.lm.prefix import page_key, page_keys
+from k3vl.lm.prompts import prompts
 from k3vl.lm.sampler import Forced, Sampler, check_sampling, choose
 from k3vl.lm.scheduler import Scheduler
 from k3vl.lm.sequence import Sequence, checkpoint_depths
@@ -42,6 +41,8 @@ from k3vl.lm.tier import HostTier
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
+
+    import torch
 
     from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.batch import Row
@@ -129,7 +130,12 @@ class Engine:
         host_bytes = config.host_cache_bytes if config.reuse else 0
         self.tier = HostTier(self.cache, host_bytes) if host_bytes else None
         self.decoder = decoder(model, self.cache)
-        self.passes = Passes.of(config, row_independent=model.kernels.row_independent)
+        self.prompts = prompts(model, self.cache)
+        self.passes = Passes.of(
+            config,
+            row_independent=model.kernels.row_independent,
+            most_rows=self.prompts.most_rows,
+        )
         self.scheduler = Scheduler(
             sizes=sizes,
             max_step_tokens=max(config.max_step_tokens, config.page_size),
@@ -177,6 +183,8 @@ class Engine:
             RequestError: names the first such id.
         """
         vocab = self.model.config.vocab_size
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab:
+            return
         for at, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab:
                 raise RequestError(
@@ -294,6 +302,7 @@ class Engine:
         self.model = model
         self.encoding.renew(encoder)
         self.decoder.renew(model)
+        self.prompts.renew(model)
 
     def cancel(self, request_id: int) -> None:
         """Free a request; unknown or ended ones are ignored."""
@@ -450,11 +459,7 @@ class Engine:
                 self.checkpoints.save(sequence.slot, checkpoint)
 
     def _forward(self, rows: list[Row], *, every_row: bool = False) -> torch.Tensor:
-        batch = build_batch(rows, self.cache)
-        if every_row:
-            every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
-            batch = replace(batch, logit_rows=every)
-        return self.model(batch, self.cache)
+        return self.prompts.run(rows, every_row=every_row)
 
     def _emit(self, job: Job, token_id: int) -> None:
         """Deliver a chosen token."""

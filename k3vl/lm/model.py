@@ -153,9 +153,16 @@ class K3Model(nn.Module):
         if batch.features is not None and batch.feature_rows is not None:
             features = batch.features.to(stream.first.dtype)
             stream.first.index_copy_(0, batch.feature_rows, features)
+        return self.logits(self.advance(stream, batch, cache), batch.logit_rows)
+
+    def advance(self, stream: Stream, batch: Batch, cache: HybridCache) -> torch.Tensor:
+        """Run all layers over a stream whose inputs are there; [N, D], what the head reads."""
         for layer, state in zip(self.layers, cache.layers, strict=True):
             layer(stream, batch, state)
-        hidden = stream.read(self.final_read)
-        if batch.logit_rows is not None:
-            hidden = hidden[batch.logit_rows]
+        return stream.read(self.final_read)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """[R, vocab] float32 of some rows of [N, D], or of all."""
+        if rows is not None:
+            hidden = hidden[rows]
         return self.kernels.linear(hidden, self.weights.matrix, dtype=torch.float32)

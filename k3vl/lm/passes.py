@@ -24,6 +24,9 @@ SHARED_ROWS = 256
 falls from 128 rows on (0.34 ms in a pass of 27, 0.22 in one of 216), and the first of many prompts
 should not wait for the last."""
 
+SPARE_ROWS = 64
+"""Of a size: what its padding sequences may need; there are fewer than as many as real ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
@@ -40,10 +43,13 @@ class Passes:
     shared_rows: int
 
     @classmethod
-    def of(cls, config: EngineConfig, *, row_independent: bool) -> Passes:
-        """What an engine's passes may hold."""
+    def of(cls, config: EngineConfig, *, row_independent: bool, most_rows: int = 0) -> Passes:
+        """What an engine's passes may hold; ``most_rows`` of one that has a size, 0: none has."""
         loose = not config.reuse and not config.exact_decode
-        rows = SHARED_ROWS if row_independent else config.max_step_tokens if loose else 0
+        most = config.max_step_tokens
+        if most_rows:
+            most = min(most, most_rows - SPARE_ROWS)
+        rows = SHARED_ROWS if row_independent else most if loose else 0
         return cls(page_size=config.page_size, whole=row_independent, shared_rows=rows)
 
 

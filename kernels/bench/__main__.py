@@ -31,7 +31,6 @@ from k3vl.kernels.bench.kda_cases import (
     decode_cases,
     prefill_cases,
     prefill_part_cases,
-    prefill_together_cases,
 )
 from k3vl.kernels.bench.linear_cases import row_cases
 from k3vl.kernels.bench.moe_cases import (
@@ -53,7 +52,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "attn_residual": attn_residual_cases,
     "kda_prefill": prefill_cases,
     "kda_prefill_parts": prefill_part_cases,
-    "kda_prefill_together": prefill_together_cases,
     "mla_decode": mla_decode_cases,
     "mla_around": mla_around_cases,
     "mla_prefill": mla_prefill_cases,

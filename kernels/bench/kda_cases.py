@@ -4,55 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
-from k3vl.kernels.kda.gpu import PrefillShape, kda_decode, kda_prefill, prefill_launches
+from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
 from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
-from k3vl.kernels.kda.ring import RingShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-_PREFILL_VARIANTS: tuple[PrefillShape | HopperShape, ...] = (
-    PrefillShape(64, 4, 3, 128),
-    PrefillShape(64, 4, 3, 128, full=True),
-    HopperShape(64, 3, 128, full=False),
-    HopperShape(64, 3, 128),
-    HopperShape(64, 3, 96),
-    HopperShape(128, 4, 128),
-    HopperShape(128, 5, 128),
-    HopperShape(128, 4, 112),
-    HopperShape(128, 4, 96),
-    HopperShape(128, 4, 168),
-)
-_TOGETHER = (
-    HopperShape(64, 3, 128, group=12),
-    HopperShape(64, 3, 96, group=12),
-    HopperShape(64, 3, 128, group=24),
-    HopperShape(128, 4, 128, group=12),
-    HopperShape(128, 4, 128, group=24),
-    HopperShape(128, 4, 96, group=24),
-    HopperShape(128, 4, 128, group=32),
-    HopperShape(128, 4, 128, group=48),
-)
-RINGS = tuple(
-    RingShape(programs, groups, stages, keep, registers, store)
-    for programs, groups, stages, keep, registers, store in (
-        (0, 1, 1, False, 168, ""),
-        (3, 1, 1, False, 168, ""),
-        (2, 1, 1, True, None, ""),
-        (1, 1, 3, True, None, ""),
-        (1, 2, 3, True, None, ""),
-        (1, 2, 3, True, None, ".cs"),
-        (0, 1, 1, False, 168, ".cs"),
-    )
-)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
 
@@ -138,26 +103,21 @@ def _decode_variants(
     fresh: tuple[torch.Tensor, torch.Tensor],
     cells: torch.Tensor,
 ) -> dict[str, Peer]:
-    """Other launches, compared with the default one in all that they write."""
+    """The kernel in Triton, compared with the default one in all that it writes."""
 
-    def prepare(how: dict[str, Any]) -> Work:
+    def prepare() -> Work:
         def result() -> torch.Tensor:
             ours, theirs = ((fresh[0].clone(), fresh[1].clone()) for _ in range(2))
             kda_decode(*args, weights, *ours, cells)
-            got = kda_decode(*args, weights, *theirs, cells, **how)
+            got = kda_decode(*args, weights, *theirs, cells, hopper=False)
             error = ratio_of_norms(theirs[1], ours[1])
             assert error < 1e-5, f"states wrong by {error:.1e}"
             assert torch.equal(theirs[0], ours[0]), "wrong windows"
             return got
 
-        return Work(partial(kda_decode, *args, weights, *pool, cells, **how), result)
+        return Work(partial(kda_decode, *args, weights, *pool, cells, hopper=False), result)
 
-    ways: dict[str, dict[str, Any]] = {
-        "states evicted first": {"hints": ("evict_first", "")},
-        "states streamed": {"hints": ("evict_first", ".cs")},
-        **{str(ring): {"ring": ring} for ring in RINGS},
-    }
-    return {name: Peer(partial(prepare, how)) for name, how in ways.items()}
+    return {"in Triton": Peer(prepare)}
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
@@ -194,21 +154,27 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
     )
 
 
+def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
+    """The default one on Hopper, then others."""
+    if heads < 64:
+        half = HopperShape(64, 3)
+        return half, half._replace(ahead=528), half._replace(early=True)
+    whole = HopperShape(128, 5)
+    return (
+        whole,
+        whole._replace(ahead=528),
+        whole._replace(rows=8),
+        whole._replace(rows=8, ahead=0, early=True),
+    )
+
+
 _PREFILL_SIZES = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
 
 
 def prefill_cases() -> Iterator[Case]:
     """Packed sequences; bytes are the projections in and the output, the states once."""
     for lengths, heads in _PREFILL_SIZES:
-        yield _prefill_case(lengths, heads, _PREFILL_VARIANTS)
-
-
-def prefill_together_cases() -> Iterator[Case]:
-    """The two kernels side by side: apart, as an error in their flags ends the process."""
-    for lengths, heads in _PREFILL_SIZES:
-        if len(lengths) < 64:
-            shapes = [shape for shape in _TOGETHER if not heads % shape.group]
-            yield _prefill_case(lengths, heads, shapes)
+        yield _prefill_case(lengths, heads)
 
 
 def prefill_part_cases() -> Iterator[Case]:
@@ -228,15 +194,13 @@ def _places(
     return windows, states, cells, cu_seqlens, cu_seqlens[1:]
 
 
-def _prefill_case(
-    lengths: list[int], heads: int, shapes: Sequence[PrefillShape | HopperShape]
-) -> Case:
+def _prefill_case(lengths: list[int], heads: int) -> Case:
     rows, sequences = sum(lengths), len(lengths)
     weights, args = _weights(heads), _inputs(rows, heads)
     windows, states, *places = _places(lengths, heads)
     run = partial(kda_prefill, *args, weights, windows, states, *places)
 
-    def ours(shape: PrefillShape | HopperShape | None = None) -> torch.Tensor:
+    def ours(shape: HopperShape | None = None) -> torch.Tensor:
         own = torch.zeros_like(windows), torch.zeros_like(states)
         return kda_prefill(*args, weights, *own, *places, shape=shape)
 
@@ -256,7 +220,7 @@ def _prefill_case(
         variants={
             # Each is compared with the default, from fresh states.
             str(shape): Peer(partial(Work, partial(run, shape=shape), partial(ours, shape)))
-            for shape in shapes
+            for shape in _prefill_shapes(heads)[1:]
         },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
@@ -274,7 +238,7 @@ def _part_case(lengths: list[int], heads: int) -> Case:
     weights, args = _weights(heads), _inputs(rows, heads)
     places = _places(lengths, heads)
 
-    def prepare(shape: PrefillShape | HopperShape, part: str) -> Work:
+    def prepare(shape: HopperShape, part: str) -> Work:
         _, launches = prefill_launches(*args, weights, *places, shape=shape)
         for launch in launches.values():  # each finds what those before it leave
             launch()
@@ -293,7 +257,7 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
         variants={
             f"{part} of {shape}": Peer(partial(prepare, shape, part))
-            for shape in _PREFILL_VARIANTS
+            for shape in _prefill_shapes(heads)
             for part in ("begin", "prepare", "walk", *(["norm"] if shape.values < _K else []))
         },
     )

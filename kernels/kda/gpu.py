@@ -11,12 +11,12 @@ import triton.language as tl
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
+from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.kda import check_shapes
-from k3vl.kernels.kda.chunk_kernel import kda_chunk_kernel
-from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_walk
+from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_takes, hopper_walk
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
-from k3vl.kernels.kda.ring import RingShape, ring_step
+from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
 from k3vl.kernels.kda.walk_kernel import kda_norm_kernel, kda_walk_kernel
 
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 """Tokens, 2^5: decays of exp(-5) over them, split around their middle, still are float32."""
-_MANY_HEADS = 48
+_MANY_HEADS = 64
+"""From here on a program of the sequential kernel on Hopper has whole heads, below it halves.
+
+With 12 heads halves take 305 us and wholes 547, with 96 they take 1,110 and 1,074 (T8192); nothing
+between is measured.
+"""
 
 
 class Snapshots(NamedTuple):
@@ -50,14 +55,12 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
-        full: that kernel has code of its own for full chunks.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
-    full: bool = False
 
 
 def kda_decode(
@@ -70,17 +73,9 @@ def kda_decode(
     states: torch.Tensor,
     cells: torch.Tensor,
     *,
-    tile: int = 128,
-    warps: int = 4,
-    registers: int | None = None,
-    hints: tuple[str, str] = ("", ""),
-    ring: RingShape | None = None,
+    hopper: bool = True,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`.
-
-    The rest is for measurements; ``hints`` are how the states' loads are evicted from the caches
-    and which way their stores take through them, ``ring`` asks for the Gluon kernel.
-    """
+    """See :func:`k3vl.kernels.kda.kda_decode`; without ``hopper``, for measurements, in Triton."""
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -89,9 +84,8 @@ def kda_decode(
     if not batch:
         return out
     early = begins_early(qkv)
-    if ring is not None:
-        args = (qkv, gate, decay, write, weights, windows, states, cells, out)
-        ring_step(*args, ring)
+    if hopper and hopper_runs(qkv.device) and hopper_steps(qkv, weights, windows, states):
+        hopper_step(qkv, gate, decay, write, weights, windows, states, cells, out, early=early)
         return out
     kda_step_kernel[(batch * heads,)](
         qkv,
@@ -117,14 +111,11 @@ def kda_decode(
         weights.lower_bound or 0.0,
         heads,
         K=key,
-        BV=min(tile, key),
+        BV=min(128, key),
         W=width,
         BOUNDED=weights.lower_bound is not None,
         PDL=early,
-        LOAD=hints[0],
-        STORE=hints[1],
-        num_warps=warps,
-        maxnreg=registers,
+        num_warps=4,
         launch_pdl=early,
     )
     return out
@@ -187,30 +178,27 @@ def prefill_launches(
     Arguments are checked by the caller.
     """
     key, half = states.shape[-1], qkv.dtype != torch.float32
-    layout = shape or _shape(cells.shape[1], key, half=half)
-    chunks = _scratch_memory(qkv, cells, states)
-    together = isinstance(layout, HopperShape) and layout.together(qkv, cells)
+    hopper = hopper_runs(qkv.device) and hopper_takes(qkv, gate, windows, states)
+    layout = shape or _shape(cells.shape[1], key, half=half, hopper=hopper)
     work = _Work(
         inputs=(qkv, gate, decay, write),
         weights=weights,
         pool=_Pool(windows, states, cells, cu_seqlens, ends),
-        chunks=chunks,
+        chunks=_scratch_memory(qkv, cells, states),
         layout=layout,
         snapshots=snapshots,
         taps=torch.empty(weights.conv.shape[::-1], device=qkv.device),
-        flags=chunks.u.new_empty(chunks.u.shape[0], dtype=torch.int32) if together else None,
     )
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    prepare = partial(_prepare, work)
     if isinstance(layout, HopperShape):
         walk = partial(_walk_on_hopper, work, layout, out)
     else:
         walk = partial(_walk, work, layout, out)
-    launches: dict[str, Callable[[], None]] = {"begin": partial(_begin, work)}
-    if together:  # the sequential kernel first: it waits for flags, the other one for room
-        launches |= {"walk": walk, "prepare": prepare}
-    else:
-        launches |= {"prepare": prepare, "walk": walk}
+    launches: dict[str, Callable[[], None]] = {
+        "begin": partial(_begin, work),
+        "prepare": partial(_prepare, work),
+        "walk": walk,
+    }
     if layout.values < key:
         launches["norm"] = partial(_norm, work, out)
     return out, launches
@@ -241,8 +229,7 @@ class _Work(NamedTuple):
 
     Attributes:
         inputs: qkv, gate, decay and write.
-        taps: [W, 3 H K] of the convolution, transposed, for the parallel kernel with full chunks.
-        flags: [H, slots] int32, where the two kernels run side by side.
+        taps: [W, 3 H K] of the convolution, transposed.
     """
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -252,7 +239,12 @@ class _Work(NamedTuple):
     layout: PrefillShape | HopperShape
     snapshots: Snapshots | None
     taps: torch.Tensor
-    flags: torch.Tensor | None
+
+    @property
+    def early(self) -> bool:
+        """Whether a launch may begin before the one in front of it has ended."""
+        asked = isinstance(self.layout, HopperShape) and self.layout.early
+        return asked and begins_early(self.inputs[0])
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -296,13 +288,9 @@ def _scratch_memory(qkv: torch.Tensor, cells: torch.Tensor, states: torch.Tensor
 
 
 def _begin(work: _Work) -> None:
-    """What both kernels find in memory: taps, and flags that nobody has set."""
+    """The taps of the convolution as the parallel kernel reads them; a fast SiLU wants halves."""
     half = work.chunks.u.dtype != torch.float32
-    # The fast SiLU wants half of its argument.
-    scale = 0.5 if half and work.layout.full else 1.0
-    torch.mul(work.weights.conv.t(), scale, out=work.taps)
-    if work.flags is not None:
-        work.flags.zero_()
+    torch.mul(work.weights.conv.t(), 0.5 if half else 1.0, out=work.taps)
 
 
 def _prepare(work: _Work) -> None:
@@ -310,42 +298,29 @@ def _prepare(work: _Work) -> None:
     qkv, _, decay, write = work.inputs
     windows, _, cells, cu_seqlens, ends = work.pool
     half = work.chunks.u.dtype != torch.float32
-    constants = {
-        "BS": work.searched,
-        "R": 8,
-        "LEVELS": CHUNK.bit_length() - 1,
-        "INVERSE": tl.float16 if half else tl.float32,
-        "FAST": half,
-        "MINUS_W": isinstance(work.layout, HopperShape),
-        **work.common,
-        "num_warps": 4,
-        "maxnreg": work.layout.registers,
-    }
-    weights = (work.taps, work.weights.a_log, work.weights.dt_bias)
-    places = (windows, cells, cu_seqlens, ends)
-    strides = (write.stride(0), cells.stride(0), *windows.stride()[:3], work.weights.lower_bound)
-    if not work.layout.full:
-        kda_prepare_kernel[work.slots](
-            *(qkv, decay, write, *weights, *places, *work.chunks),
-            *(qkv.stride(0), decay.stride(0), *strides, *cells.shape),
-            **constants,
-        )
-        return
-    heads, slots = work.slots
-    flags = work.flags
-    group = (
-        work.layout.group if isinstance(work.layout, HopperShape) and flags is not None else heads
-    )
-    kda_chunk_kernel[group, slots, heads // group](
-        *(qkv, decay, write, *weights, *places, *work.chunks),
-        *(cells if flags is None else flags, *strides, cells.shape[0]),
+    heads, layout = cells.shape[1], work.layout
+    hopper = isinstance(layout, HopperShape)
+    ahead = layout.ahead if isinstance(layout, HopperShape) else None
+    kda_prepare_kernel[work.slots](
+        *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
+        *(windows, cells, cu_seqlens, ends, *work.chunks),
+        *(write.stride(0), cells.stride(0), *windows.stride()[:3], work.weights.lower_bound),
+        *(cells.shape[0], qkv.shape[0]),
         S_QKV=qkv.stride(0),
         S_DECAY=decay.stride(0),
         H=heads,
-        GROUP=group,
-        FLAGS=flags is not None,
-        **constants,
-        **({} if flags is None else {"launch_pdl": True}),
+        BS=work.searched,
+        R=8,
+        LEVELS=CHUNK.bit_length() - 1,
+        INVERSE=tl.float16 if half else tl.float32,
+        FAST=half,
+        MINUS_W=hopper,
+        ASK=-1 if ahead is None else -(-ahead // heads),
+        PDL=work.early,
+        **work.common,
+        num_warps=4,
+        maxnreg=layout.registers,
+        launch_pdl=work.early,
     )
 
 
@@ -360,9 +335,8 @@ def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None
         out=out,
         eps=work.weights.eps,
         chunk=CHUNK,
-        flags=work.flags,
     )
-    hopper_walk(walk, layout)
+    hopper_walk(walk, layout, early=work.early)
 
 
 def _walk(work: _Work, layout: PrefillShape, out: torch.Tensor) -> None:
@@ -409,19 +383,20 @@ def _norm(work: _Work, out: torch.Tensor) -> None:
         BS=work.searched,
         C=CHUNK,
         K=work.pool.states.shape[-1],
+        PDL=work.early,
         num_warps=4,
+        launch_pdl=work.early,
     )
 
 
-def _shape(heads: int, key: int, *, half: bool) -> PrefillShape:
+def _shape(heads: int, key: int, *, half: bool, hopper: bool) -> PrefillShape | HopperShape:
     """The fastest of those that ``bench`` tried on an H200.
 
-    By the model alone: what a sequence gets does not depend on the batch. Few heads leave the
-    parallel kernel room for more registers a program; 12 and 96 heads are measured, none between.
+    By the model alone: what a sequence gets does not depend on the batch.
     """
-    if not half:
-        return PrefillShape(min(key, 64), 4, 1, None)
-    return PrefillShape(min(key, 64), 4, 3, 128 if heads >= _MANY_HEADS else 168)
+    if hopper:
+        return HopperShape(128, 5) if heads >= _MANY_HEADS else HopperShape(64, 3)
+    return PrefillShape(min(key, 64), 4, *((3, 128) if half else (1, None)))
 
 
 def _check_layout(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
-
-SIDE, KEY = 64, 128
-"""Value channels of four warps, and the only width of keys."""
+SIDE, KEY, TAPS = 64, 128, 3
+"""Value channels of four warps, and the only widths of heads and of windows."""
 
 _WIDEST = 8
 """Elements of bfloat16 that a thread loads at once."""
-
-_LONG = 1024
-"""Tokens of a sequence, on average."""
 
 
 class HopperShape(NamedTuple):
@@ -28,26 +24,28 @@ class HopperShape(NamedTuple):
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
         registers: at most so many for a thread of the parallel kernel.
-        full: that kernel has code of its own for full chunks.
-        group: heads that the two kernels work at together, each chunk as soon as it is prepared;
-            a divisor of all. 0: one kernel after the other.
+        rows: warps that make rows of the output, in programs that norm: 4 or 8.
+        ahead: programs further on whose rows the parallel kernel asks for; None: it does not.
+        early: each launch may begin before the one in front of it has ended (``dependent``).
     """
 
     values: int
     stages: int
-    registers: int
-    full: bool = True
-    group: int = 0
+    registers: int = 128
+    rows: int = 4
+    ahead: int | None = None
+    early: bool = False
 
-    def together(self, qkv: torch.Tensor, cells: torch.Tensor) -> bool:
-        """Whether the kernels run side by side; no bit depends on it.
 
-        Only for sequences so long that there is always a chunk to go on with. Not where one launch
-        ends before the next begins: the sequential kernel would wait forever.
-        """
-        long = qkv.shape[0] >= _LONG * cells.shape[0]
-        alone = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-        return bool(self.group) and long and not alone
+def hopper_takes(
+    qkv: torch.Tensor, gate: torch.Tensor, windows: torch.Tensor, states: torch.Tensor
+) -> bool:
+    """Whether dtypes and widths fit: bfloat16, K3's heads and convolution."""
+    return (
+        qkv.dtype == gate.dtype == windows.dtype == torch.bfloat16
+        and states.dtype == torch.float32
+        and (states.shape[-1], windows.shape[1]) == (KEY, TAPS)
+    )
 
 
 class Walk(NamedTuple):
@@ -62,7 +60,6 @@ class Walk(NamedTuple):
         out: [N, H K].
         eps: of the norm.
         chunk: tokens of a chunk.
-        flags: [H * slots] int32, to be set by the launch behind; None: all chunks are prepared.
     """
 
     chunks: tuple[torch.Tensor, ...]
@@ -73,11 +70,14 @@ class Walk(NamedTuple):
     out: torch.Tensor
     eps: float
     chunk: int
-    flags: torch.Tensor | None = None
 
 
 def hopper_walk(
-    walk: Walk, shape: HopperShape, *, launch: Callable[..., None] | None = None
+    walk: Walk,
+    shape: HopperShape,
+    *,
+    early: bool,
+    launch: Callable[..., None] | None = None,
 ) -> None:
     """Fill ``out`` and advance the pool.
 
@@ -98,10 +98,7 @@ def hopper_walk(
         (gamma, [1, key]),
     )
     matrices = [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
-    parts, group = key // shape.values, heads if walk.flags is None else shape.group
-    each = sequences if walk.flags is None else 1  # programs for a head
     args: tuple[Any, ...] = (
-        cells if walk.flags is None else walk.flags,
         *(qkv, gate, walk.o_norm, windows, states, cells, cu_seqlens, ends, depths, copies),
         walk.out,
         qkv.stride(0),
@@ -110,10 +107,7 @@ def hopper_walk(
         *windows.stride()[:3],
         states.stride(0),
         walk.eps,
-        sequences,
         heads,
-        u.shape[0] // heads,
-        each,
     )
     whole = shape.values == key
     constants: dict[str, Any] = {
@@ -124,20 +118,19 @@ def hopper_walk(
         "DEPTHS": depths.shape[1] if walk.snapshots else 0,
         "STAGES": shape.stages,
         "OUTS": 2,
-        "WARPS": 4 if whole else 2,
+        "WARPS": shape.rows if whole else 2,
         "ALIGNED": aligned,
-        "GROUP": group,
-        "FLAGS": walk.flags is not None,
+        "PDL": early,
     }
-    grid = (parts * group * each, 1, 1)
+    grid = (key // shape.values * sequences * heads, 1, 1)
     from k3vl.kernels.kda.hopper_kernels import kda_walk_sides_kernel as kernel
 
     if launch is not None:
         launch(kernel, grid, matrices, *args, **constants)
         return
-    # Two programs a multiprocessor where a program is half of a head, unless others run beside it.
-    registers = None if whole or walk.flags is not None else 128
-    kernel[grid](*_described(matrices), *args, **constants, num_warps=4, maxnreg=registers)
+    # Two programs a multiprocessor where a program is half of a head.
+    options = {"num_warps": 4, "maxnreg": None if whole else 128, "launch_pdl": early}
+    kernel[grid](*_described(matrices), *args, **constants, **options)
 
 
 def _described(matrices: Iterable[tuple[torch.Tensor, list[int]]]) -> list[Any]:

@@ -21,97 +21,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from k3vl.kernels.kda.step_hopper_kernel import let_next_begin, wait_for_inputs
+
 # Triton 3.6 has the second name of each, later ones the first.
 meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def pause(rounds):
-    """Wait a moment for another launch; where that never comes, end with an error after a while."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred late; setp.gt.s32 late, $1, 4194304; @late trap; nanosleep.u32 64; "
-        "mov.u32 $0, 0; }", "=r,r", [rounds], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def see_what_others_wrote():
-    """Whoever read a flag may from here on copy what was written before it was set."""
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.gpu; fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def let_next_launch_begin():
-    """For a launch that may begin as soon as all programs of this one have."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def await_chunks(p_flags, left, AHEAD: gl.constexpr):
-    """Until the next AHEAD chunks, or the ``left`` that are left, are prepared."""
-    o_c = gl.arange(0, AHEAD, gl.BlockedLayout([1], [32], [1], [0]))
-    rounds = 0
-    ready = gl.min(gl.load(p_flags + o_c, mask=o_c < left, other=1, volatile=True), 0)
-    while ready == 0:
-        pause(rounds)
-        rounds += 1
-        ready = gl.min(gl.load(p_flags + o_c, mask=o_c < left, other=1, volatile=True), 0)
-    see_what_others_wrote()
-
-
-@gluon.jit
-def walked(n, p, cu_seqlens, ends, S, GROUP: gl.constexpr):
-    """Of the n-th walk of the programs of head ``p`` of a group: sequence, head, and its rows."""
-    i_s = n % S
+def rows_of(i_s, cu_seqlens, ends):
+    """Of a sequence: where its rows begin, its tokens, and those with the padding."""
     begin = gl.load(cu_seqlens + i_s)
     room = (gl.load(cu_seqlens + i_s + 1) - begin).to(gl.int32)
     length = (gl.load(ends + i_s) - begin).to(gl.int32)
-    return i_s, n // S * GROUP + p, begin, length, room
+    return begin, length, room
 
 
 @gluon.jit
 def walk_fetch(
-    wq, kl, u, scores, gamma, flags, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores, m_gamma, landed,
-    used, first, stride, p, i_v, S, H, slots, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, FLAGS: gl.constexpr,
+    wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores, m_gamma, landed, used,
+    i_s, i_h, i_v, H, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: everything about a chunk, as soon as there is room for it, and it is prepared."""
+    """One warp: everything about a chunk, as soon as there is room for it."""
     SIZE: gl.constexpr = 2 * (3 * C * K + BV * C + C * C) + 4 * K
-    AHEAD: gl.constexpr = 8
-    t = 0
-    for n in range(first, S * (H // GROUP), stride):
-        i_s, i_h, begin, length, _ = walked(n, p, cu_seqlens, ends, S, GROUP)
-        slot = (begin // C + i_s).to(gl.int32)
-        chunks = gl.cdiv(length, C)
-        for c in range(chunks):
-            if FLAGS:  # noqa: SIM102 - a constant
-                if c % AHEAD == 0:
-                    await_chunks(flags + i_h * slots + slot + c, chunks - c, AHEAD)
-            s = t % STAGES
-            at = (slot + c) * H + i_h
-            mbarrier.wait(used.index(s), (t // STAGES & 1) ^ 1)  # a new one's last phase is over
-            mbarrier.expect(landed.index(s), SIZE)
-            begin_copy(wq, [at * (2 * C), 0], landed.index(s), m_wq.index(s))
-            begin_copy(u, [at * K + i_v * BV, 0], landed.index(s), m_u.index(s))
-            begin_copy(gamma, [at, 0], landed.index(s), m_gamma.index(s))
-            begin_copy(scores, [at * C, 0], landed.index(s), m_scores.index(s))
-            begin_copy(kl, [at * C, 0], landed.index(s), m_kl.index(s))
-            t += 1
+    begin, length, _ = rows_of(i_s, cu_seqlens, ends)
+    slot = (begin // C + i_s).to(gl.int32)
+    for c in range(gl.cdiv(length, C)):
+        s = c % STAGES
+        at = (slot + c) * H + i_h
+        mbarrier.wait(used.index(s), (c // STAGES & 1) ^ 1)  # a new one's last phase is over
+        mbarrier.expect(landed.index(s), SIZE)
+        begin_copy(wq, [at * (2 * C), 0], landed.index(s), m_wq.index(s))
+        begin_copy(u, [at * K + i_v * BV, 0], landed.index(s), m_u.index(s))
+        begin_copy(gamma, [at, 0], landed.index(s), m_gamma.index(s))
+        begin_copy(scores, [at * C, 0], landed.index(s), m_scores.index(s))
+        begin_copy(kl, [at * C, 0], landed.index(s), m_kl.index(s))
 
 
 @gluon.jit
 def walk_state(
     states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
-    m_gamma, m_o, landed, used, told, taken, first, stride, p, i_v, S, H, SIDE: gl.constexpr,
-    C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
-    DEPTHS: gl.constexpr, GROUP: gl.constexpr,
+    m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
+    K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    DEPTHS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 value channels of the state, chunk after chunk.
 
@@ -126,43 +78,38 @@ def walk_state(
     o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))
     o_s = o_k[None, :] * K + o_v[:, None]
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    t = 0
-    for n in range(first, S * (H // GROUP), stride):
-        i_s, i_h, _, length, _ = walked(n, p, cu_seqlens, ends, S, GROUP)
-        p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state + o_s
-        b_s = gl.load(p_state)
-        for c in range(gl.cdiv(length, C)):
-            s = t % STAGES
-            b = t % OUTS
-            a = gl.convert_layout(b_s.to(gl.bfloat16), OF_ROWS)
-            mbarrier.wait(landed.index(s), t // STAGES & 1)
-            x = m_u.index(s).slice(SIDE * 64, 64, dim=0).load(ROWS).to(gl.float32)
-            b_w = m_wq.index(s).slice(0, C, dim=0)
-            b_q = m_wq.index(s).slice(C, C, dim=0)
-            x = warpgroup_mma(a, b_w.permute((1, 0)), x, is_async=True)  # of -w
-            o = warpgroup_mma(a, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            x = warpgroup_mma_wait(1, [x])
-            b_x = x.to(gl.bfloat16)
-            b_scores = m_scores.index(s).permute((1, 0))
-            o = warpgroup_mma(gl.convert_layout(b_x, OF_ROWS), b_scores, o, is_async=True)
-            b_s = b_s * m_gamma.index(s).load(STATE)
-            moved = warpgroup_mma(
-                gl.convert_layout(b_x, OF_STATE), m_kl.index(s), b_s, is_async=True
-            )
-            o = warpgroup_mma_wait(1, [o])
-            mbarrier.wait(taken.index(b), (t // OUTS & 1) ^ 1)
-            m_o.index(b).slice(SIDE * 64, 64, dim=1).permute((1, 0)).store(o.to(gl.bfloat16))
-            meet()
-            mbarrier.arrive(told.index(b), count=1)
-            if t > 0:  # one meeting serves both
-                mbarrier.arrive(used.index((t - 1) % STAGES), count=1)
-            t += 1
-            b_s = warpgroup_mma_wait(0, [moved])
-            for d in gl.static_range(DEPTHS):
-                if gl.load(depths + i_s * DEPTHS + d) == (c + 1) * C:
-                    copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
-                    gl.store(states + copy * s_state + o_s, b_s)
-        gl.store(p_state, b_s)
+    _, length, _ = rows_of(i_s, cu_seqlens, ends)
+    p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state + o_s
+    b_s = gl.load(p_state)
+    for c in range(gl.cdiv(length, C)):
+        s = c % STAGES
+        b = c % OUTS
+        a = gl.convert_layout(b_s.to(gl.bfloat16), OF_ROWS)
+        mbarrier.wait(landed.index(s), c // STAGES & 1)
+        x = m_u.index(s).slice(SIDE * 64, 64, dim=0).load(ROWS).to(gl.float32)
+        b_w = m_wq.index(s).slice(0, C, dim=0)
+        b_q = m_wq.index(s).slice(C, C, dim=0)
+        x = warpgroup_mma(a, b_w.permute((1, 0)), x, is_async=True)  # of -w
+        o = warpgroup_mma(a, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(1, [x])
+        b_x = x.to(gl.bfloat16)
+        b_scores = m_scores.index(s).permute((1, 0))
+        o = warpgroup_mma(gl.convert_layout(b_x, OF_ROWS), b_scores, o, is_async=True)
+        b_s = b_s * m_gamma.index(s).load(STATE)
+        moved = warpgroup_mma(gl.convert_layout(b_x, OF_STATE), m_kl.index(s), b_s, is_async=True)
+        o = warpgroup_mma_wait(1, [o])
+        mbarrier.wait(taken.index(b), (c // OUTS & 1) ^ 1)
+        m_o.index(b).slice(SIDE * 64, 64, dim=1).permute((1, 0)).store(o.to(gl.bfloat16))
+        meet()
+        mbarrier.arrive(told.index(b), count=1)
+        if c > 0:  # one meeting serves both
+            mbarrier.arrive(used.index((c - 1) % STAGES), count=1)
+        b_s = warpgroup_mma_wait(0, [moved])
+        for d in gl.static_range(DEPTHS):
+            if gl.load(depths + i_s * DEPTHS + d) == (c + 1) * C:
+                copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
+                gl.store(states + copy * s_state + o_s, b_s)
+    gl.store(p_state, b_s)
 
 
 @gluon.jit
@@ -191,7 +138,7 @@ def gate_rows(p_gate, s_gate, o_t, o_k, left, ALIGNED: gl.constexpr):
 
 @gluon.jit
 def walk_rows(
-    gate, o_norm, out, m_o, told, taken, t, begin, length, room, s_gate, eps, i_h, i_v, H,
+    gate, o_norm, out, m_o, told, taken, begin, length, room, s_gate, eps, i_h, i_v, H,
     C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):  # fmt: skip
@@ -212,12 +159,12 @@ def walk_rows(
         norm = gl.load(o_norm + o_k)[None, :]
         logits = gate_rows(p_gate, s_gate, o_t, o_k, length, ALIGNED)
     for c in range(chunks):
-        b = t % OUTS
+        b = c % OUTS
         if BV == K:
             p_gate += C * (s_gate * ALIGNED)
             coming = gate_rows(p_gate, s_gate, o_t, o_k, length - (c + 1) * C, ALIGNED)
             opened = norm * reciprocal(1.0 + gl.exp2(widen(logits) * -1.4426950408889634))
-        mbarrier.wait(told.index(b), t // OUTS & 1)
+        mbarrier.wait(told.index(b), c // OUTS & 1)
         y = m_o.index(b).load(R)
         meet()
         mbarrier.arrive(taken.index(b), count=1)
@@ -230,12 +177,10 @@ def walk_rows(
             y = gl.where((o_t < length - c * C)[:, None], y, 0.0)
         gl.store(p_out + at, y, mask=(o_t < room - c * C)[:, None])
         p_out += C * H * K
-        t += 1
     nothing = gl.zeros([C, BV], gl.bfloat16, R)
     for c in range(chunks, gl.cdiv(room, C)):  # chunks of padding alone
         gl.store(p_out + at, nothing, mask=(o_t < room - c * C)[:, None])
         p_out += C * H * K
-    return t
 
 
 @gluon.jit
@@ -277,48 +222,42 @@ def walk_windows(
 @gluon.jit
 def walk_rest(
     qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out, m_o, told, taken,
-    s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps, first, stride, p, i_v, S, H,
-    C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr,
-    DEPTHS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr, GROUP: gl.constexpr,
+    s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps, i_s, i_h, i_v, H, C: gl.constexpr,
+    K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr, DEPTHS: gl.constexpr,
+    WARPS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Some warps: rows of the output, then the windows."""
-    t = 0
-    for n in range(first, S * (H // GROUP), stride):
-        i_s, i_h, begin, length, room = walked(n, p, cu_seqlens, ends, S, GROUP)
-        t = walk_rows(gate, o_norm, out, m_o, told, taken, t, begin, length, room, s_gate, eps, i_h,
-                      i_v, H, C, K, BV, OUTS, WARPS, ALIGNED)  # fmt: skip
-        if i_v == 0:
-            walk_windows(qkv, windows, cells, depths, snapshots, s_qkv, s_cells, s_window, s_tap,
-                         s_stream, begin, begin + length, i_s, i_h, H, K, W, DEPTHS,
-                         WARPS)  # fmt: skip
+    begin, length, room = rows_of(i_s, cu_seqlens, ends)
+    walk_rows(gate, o_norm, out, m_o, told, taken, begin, length, room, s_gate, eps, i_h, i_v, H, C,
+              K, BV, OUTS, WARPS, ALIGNED)  # fmt: skip
+    if i_v == 0:
+        walk_windows(qkv, windows, cells, depths, snapshots, s_qkv, s_cells, s_window, s_tap,
+                     s_stream, begin, begin + length, i_s, i_h, H, K, W, DEPTHS,
+                     WARPS)  # fmt: skip
 
 
 @gluon.jit
 def kda_walk_sides_kernel(
-    wq, kl, u, scores, gamma, flags, qkv, gate, o_norm, windows, states, cells, cu_seqlens, ends,
-    depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, S, H,
-    slots, stride, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr,
-    DEPTHS: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr,
-    ALIGNED: gl.constexpr, GROUP: gl.constexpr, FLAGS: gl.constexpr,
+    wq, kl, u, scores, gamma, qkv, gate, o_norm, windows, states, cells, cu_seqlens, ends,
+    depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, H,
+    C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, DEPTHS: gl.constexpr,
+    STAGES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Carry states of heads (BV of their value channels, 64 or all 128) through sequences.
+    """Carry the state of one head (BV of its value channels, 64 or all 128) through one sequence.
 
     The first five describe blocks of what the parallel kernel wrote, with -w and q in ``wq``.
     ``s_gate`` is in units of ALIGNED elements, so that the compiler may load so many at once.
-
-    Programs: GROUP heads, ``stride`` for each, in K / BV parts. Those of a head take every
-    ``stride``-th of its sequences, then those of the head GROUP further on. With FLAGS the parallel
-    kernel begins behind this one and sets ``flags`` [H, slots] int32 of what it has prepared.
     """
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SHORT: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     SIDES: gl.constexpr = BV // 64
     i_v = gl.program_id(0) % (K // BV)  # the parts of a head start together and read the same
-    p = gl.program_id(0) // (K // BV) % GROUP
-    first = gl.program_id(0) // (K // BV) // GROUP
-    if FLAGS:
-        let_next_launch_begin()
+    i_h = gl.program_id(0) // (K // BV) % H
+    i_s = gl.program_id(0) // (K // BV) // H
+    if PDL:
+        let_next_begin()
     m_wq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], ROWS)
     m_kl = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], ROWS)
     m_u = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BV, C], SHORT)
@@ -337,6 +276,8 @@ def kda_walk_sides_kernel(
         mbarrier.init(taken.index(i), count=1)
     fence_async_shared()
     meet()
+    if PDL:
+        wait_for_inputs()
     if SIDES == 1:
         gl.warp_specialize(
             [
@@ -344,8 +285,8 @@ def kda_walk_sides_kernel(
                     walk_state,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, first, stride,
-                        p, i_v, S, H, 0, C, K, BV, STAGES, OUTS, DEPTHS, GROUP,
+                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
+                        H, 0, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
                 ),
                 (
@@ -353,16 +294,14 @@ def kda_walk_sides_kernel(
                     (
                         qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out,
                         m_o, told, taken, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps,
-                        first, stride, p, i_v, S, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
-                        GROUP,
+                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
                     ),
                 ),
                 (
                     walk_fetch,
                     (
-                        wq, kl, u, scores, gamma, flags, cu_seqlens, ends, m_wq, m_kl, m_u,
-                        m_scores, m_gamma, landed, used, first, stride, p, i_v, S, H, slots, C, K,
-                        BV, STAGES, GROUP, FLAGS,
+                        wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores,
+                        m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES,
                     ),
                 ),
             ],
@@ -376,16 +315,16 @@ def kda_walk_sides_kernel(
                     walk_state,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, first, stride,
-                        p, i_v, S, H, 0, C, K, BV, STAGES, OUTS, DEPTHS, GROUP,
+                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
+                        H, 0, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
                 ),
                 (
                     walk_state,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, first, stride,
-                        p, i_v, S, H, 1, C, K, BV, STAGES, OUTS, DEPTHS, GROUP,
+                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
+                        H, 1, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
                 ),
                 (
@@ -393,19 +332,17 @@ def kda_walk_sides_kernel(
                     (
                         qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out,
                         m_o, told, taken, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps,
-                        first, stride, p, i_v, S, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
-                        GROUP,
+                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
                     ),
                 ),
                 (
                     walk_fetch,
                     (
-                        wq, kl, u, scores, gamma, flags, cu_seqlens, ends, m_wq, m_kl, m_u,
-                        m_scores, m_gamma, landed, used, first, stride, p, i_v, S, H, slots, C, K,
-                        BV, STAGES, GROUP, FLAGS,
+                        wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores,
+                        m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES,
                     ),
                 ),
             ],
             [4, WARPS, 1],
-            [168, 112, 24],
+            [168, 112 if WARPS == 4 else 56, 24],
         )  # fmt: skip

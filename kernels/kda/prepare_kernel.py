@@ -1,8 +1,11 @@
 """The parallel half of KDA prefill: all chunks of all sequences at once; maths in the README.
 
-A chunk of C rows is C / R groups of R rows. Row s of every group is a tensor of its own, [C/R, K],
-so that rows are a Python tuple: the convolution takes a neighbour's registers instead of loading
-and widening every row W times, and running sums along the rows are plain additions.
+A chunk of C rows is C / R groups of R rows. Row s of every group is a tensor of its own,
+[C/R, 1, K], so that rows are a Python tuple: the convolution takes a neighbour's registers instead
+of loading and widening every row W times, and running sums along the rows are plain additions.
+
+Keys keep their length: the product that scores keys against keys has the squares of their lengths
+on its diagonal, and what divides by them are factors of rows and columns of the small matrices.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
@@ -10,6 +13,7 @@ and widening every row W times, and running sums along the rows are plain additi
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
@@ -54,44 +58,61 @@ def _silu(y, FAST: tl.constexpr):
 
 
 @triton.jit
-def _convolve_rows(
-    x, s_x, p_window, s_tap, p_conv, s_conv, o_g, o_k, first, count, R: tl.constexpr,
-    W: tl.constexpr, FAST: tl.constexpr,
+def _widen(x):
+    """To float32; of bfloat16 one instruction each, where the compiler takes two for the upper."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=tl.float32,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _rows(
+    p, p_window, s_tap, o_g, o_k, lowest, count, S_X: tl.constexpr, BEFORE: tl.constexpr,
+    R: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Causal convolution and SiLU: R tensors [C/R, K] float32.
+    """R rows and the BEFORE in front of them as tensors [C/R, 1, K] float32, ``p`` at the first.
+
+    Rows before ``lowest`` (that is -BEFORE in all but the first chunk) are the window's, those
+    from ``count`` on zero; in a full chunk there is none of either.
+    """
+    rows = ()
+    for s in tl.static_range(R + BEFORE):
+        if FULL:
+            rows = rows + (_widen(tl.load(p + (s - BEFORE) * S_X)),)  # noqa: RUF005
+        else:
+            at = o_g * R + (s - BEFORE)
+            x = _widen(tl.load(p + (s - BEFORE) * S_X, mask=(at >= lowest) & (at < count), other=0))
+            if s < BEFORE:
+                p_old = p_window + s * s_tap + tl.zeros_like(o_g) + o_k
+                x += tl.load(p_old, mask=at < lowest, other=0).to(tl.float32)  # one of them is zero
+            rows = rows + (x,)  # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def _convolved(
+    p, p_window, s_tap, p_conv, o_g, o_k, lowest, count, S_X: tl.constexpr, S_CONV: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Causal convolution and SiLU: R tensors [C/R, 1, K] float32.
 
     Rows behind the last token hold something finite: nothing they touch is read (their write
-    strength is 0). Only the first chunk of a sequence reads the window.
+    strength is 0). The sums are spelt out, so that full and other chunks round alike.
     """
-    taps = ()
-    lowest = tl.where(first > 0, 0, 1 - W)
-    for s in tl.static_range(R + W - 1):
-        row = o_g * R + (s - W + 1)
-        inside = row < count
-        if s < W - 1:
-            inside = inside & (row >= lowest)
-        tap = tl.load(x + row * s_x + o_k, mask=inside, other=0.0)
-        tap = tap.to(tl.float32)
-        if s < W - 1:
-            before = row < lowest
-            old = tl.load(
-                p_window + s * s_tap + tl.zeros_like(o_g) + o_k,
-                mask=before,
-                other=0.0,
-            )
-            tap += old.to(tl.float32)  # one of the two is zero
-        taps = taps + (tap,)  # noqa: RUF005
+    rows = _rows(p, p_window, s_tap, o_g, o_k, lowest, count, S_X, W - 1, R, FULL)
     # Every group loads them for itself: as vectors they would have to change their layout.
-    everywhere = tl.zeros_like(o_g) + o_k
+    p_conv += tl.zeros_like(o_g) + o_k
     factors = ()
     for j in tl.static_range(W):
-        factor = tl.load(p_conv + j * s_conv + everywhere)
-        factors = factors + (factor * 0.5 if FAST else factor,)  # noqa: RUF005
+        factors = factors + (tl.load(p_conv + j * S_CONV),)  # noqa: RUF005
     out = ()
     for s in tl.static_range(R):
-        y = taps[s] * factors[0]
+        y = rows[s] * factors[0]
         for j in tl.static_range(1, W):
-            y += taps[s + j] * factors[j]
+            y = tl.fma(rows[s + j], factors[j], y)
         out = out + (_silu(y, FAST),)  # noqa: RUF005
     return out
 
@@ -106,138 +127,163 @@ def _invert(mix, o_i, o_j, LEVELS: tl.constexpr, DTYPE: tl.constexpr, PRECISION:
     inverse = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i >> 1 == o_j >> 1, mix, 0.0)
     for level in tl.static_range(1, LEVELS):
         below = (o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level > o_j >> level)
-        step = tl.where(below, mix, 0.0).to(DTYPE)
-        step = tl.dot(step, inverse.to(DTYPE), input_precision=PRECISION)
-        inverse -= tl.dot(inverse.to(DTYPE), step.to(DTYPE), input_precision=PRECISION)
+        half = inverse.to(DTYPE)
+        step = tl.dot(tl.where(below, -mix, 0.0).to(DTYPE), half, input_precision=PRECISION)
+        inverse = tl.dot(half, step.to(DTYPE), inverse, input_precision=PRECISION)
     return inverse
 
 
 @triton.jit
-def kda_prepare_kernel(
-    qkv,
-    decay,
-    write,
-    conv,
-    a_log,
-    dt_bias,
-    windows,
-    cells,
-    cu_seqlens,
-    ends,
-    wq,
-    u,
-    kl,
-    scores,
-    gamma,
-    s_qkv,
-    s_decay,
-    s_write,
-    s_cells,
-    s_window,
-    s_tap,
-    s_stream,
-    lower_bound,
-    S,
-    H,
-    BS: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    LEVELS: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    DTYPE: tl.constexpr,
-    INVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
-    MINUS_W: tl.constexpr,
-):
-    """Everything about one chunk of one head that does not need the state.
+def _ask_for_rows(
+    x, decay, start, rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Have C rows of all four streams brought to the L2 cache; those behind the last are the last.
 
-    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
-    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
-    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first.
+    In pieces of 64 bytes: of one instruction for a row the assembler makes a loop over threads.
     """
-    i_h = tl.program_id(0)
-    slot = tl.program_id(1)
-    i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
-    if count <= 0:
-        return
+    o_a = tl.arange(0, 4 * C)[:, None]
+    o_p = tl.arange(0, K // 32)[None, :] * 32
+    stream = o_a // C
+    row = tl.minimum(start + o_a % C, rows - 1)
+    p_x = (x + row * S_QKV + stream * (H * K) + o_p).to(tl.int64)
+    p_decay = (decay + row * S_DECAY + o_p).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [tl.where(stream < 3, p_x, p_decay)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _one_chunk(
+    x, decay, write, conv, a_log, dt_bias, p_window, wq, u, kl, scores, gamma, s_write, s_tap,
+    s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel."""
     # Of rows [C/R, 1, K]; the axis between makes room for the R rows of a group.
     o_g = tl.arange(0, C // R)[:, None, None]
     o_k = tl.arange(0, K)[None, None, :]
     o_t = tl.arange(0, C)
     o_c = tl.arange(0, K)
-    first = (start == begin).to(tl.int32)
-    cell = tl.load(cells + i_s * s_cells + i_h)
-    column = i_h * K
-    x = qkv + start * s_qkv + column
-    p_window = windows + cell * s_window
-    p_conv = conv + column
-    block = slot.to(tl.int64) * H + i_h
     o_gk = o_g * (R * K) + o_k
+    x += o_g * (R * S_QKV) + o_k
+    decay += o_g * (R * S_DECAY) + o_k
 
     # Natural logarithms become powers of two on the way: factors of vectors and scalars.
     rate = tl.exp(tl.load(a_log + i_h)) * -1.4426950408889634
-    bias = tl.load(dt_bias + column + tl.zeros_like(o_g) + o_k) * rate
+    bias = tl.load(dt_bias + tl.zeros_like(o_g) + o_k) * rate
     bound = lower_bound * 1.4426950408889634
-    p_decay = decay + start * s_decay + column
     running = tl.zeros([C // R, 1, K], tl.float32)
     totals = ()
     for s in tl.static_range(R):
-        row = o_g * R + s
-        live = row < count
-        logits = tl.load(p_decay + row * s_decay + o_k, mask=live, other=0.0)
-        root = tl.rsqrt(1.0 + tl.exp2(logits.to(tl.float32) * rate + bias))
-        running += tl.where(live, root * (root * bound), 0.0)
+        if FULL:
+            logits = tl.load(decay + s * S_DECAY)
+        else:  # the root of a lowest logit is 0: no decay behind the last token
+            live = o_g * R + s < count
+            logits = tl.load(decay + s * S_DECAY, mask=live, other=float("-inf"))
+        root = tl.rsqrt(1.0 + tl.exp2(tl.fma(_widen(logits), rate, bias)))
+        running = tl.fma(root, root, running)
         totals = totals + (running,)  # noqa: RUF005
-    whole = tl.sum(running, 0)[None, :, :]
+    whole = tl.sum(running, 0)[None, :, :] * bound
     # exp(G_i - G_j) is a product of two factors around half of the chunk's sum: the bounded gate
     # stays above -5, so neither factor leaves exp(+-80) in 32 tokens. What else is needed (from
     # the start, to the end) is such a factor times a vector.
-    from_middle = tl.cumsum(running, 0) - running - whole * 0.5
+    from_middle = (tl.cumsum(running, 0) - running) * bound - whole * 0.5
     to_middle = tl.exp2(whole * 0.5)
     tl.store(gamma + block * K + o_k, tl.exp2(whole))
     middle = tl.reshape(to_middle, (1, K))
 
-    keys = _convolve_rows(x + H * K, s_qkv, p_window + s_stream, s_tap, p_conv + H * K, 3 * H * K,
-                          o_g, o_k, first, count, R, W, FAST)  # fmt: skip
+    keys = _convolved(x + H * K, p_window + s_stream, s_tap, conv + H * K, o_g, o_k, lowest, count,
+                      S_QKV, 3 * H * K, R, W, FULL, FAST)  # fmt: skip
     k_ups = ()
     k_downs = ()
     for s in tl.static_range(R):
-        k = keys[s]
-        k *= tl.rsqrt(tl.sum(k * k, 2) + 1e-6)[:, :, None]
-        k_ups = k_ups + (k * tl.exp2(totals[s] + from_middle),)  # noqa: RUF005
-        k_down = k * tl.exp2(-from_middle - totals[s])
+        k_ups = k_ups + (keys[s] * tl.exp2(tl.fma(totals[s], bound, from_middle)),)  # noqa: RUF005
+        k_down = keys[s] * tl.exp2(tl.fma(totals[s], -bound, -from_middle))
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
-    queries = _convolve_rows(x, s_qkv, p_window, s_tap, p_conv, 3 * H * K,
-                             o_g, o_k, first, count, R, W, FAST)  # fmt: skip
+    k_up = _whole(k_ups, C, K, DTYPE)
+    down = tl.trans(_whole(k_downs, C, K, DTYPE))
+    mix = tl.dot(k_up, down, input_precision=PRECISION)
+    queries = _convolved(x, p_window, s_tap, conv, o_g, o_k, lowest, count, S_QKV, 3 * H * K, R, W,
+                         FULL, FAST)  # fmt: skip
     q_ups = ()
     for s in tl.static_range(R):
         q = queries[s]
         q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * (K**-0.5))[:, :, None]
-        q *= tl.exp2(totals[s] + from_middle)
+        q *= tl.exp2(tl.fma(totals[s], bound, from_middle))
         q_ups = q_ups + (q,)  # noqa: RUF005
         q *= to_middle if MINUS_W else -to_middle
         tl.store(wq + block * (2 * C * K) + (C + s) * K + o_gk, q.to(DTYPE))
 
     o_i = o_t[:, None]
     o_j = o_t[None, :]
-    beta = tl.load(write + start * s_write + i_h + o_t * s_write, mask=o_t < count, other=0.0)
-    beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
-    k_up = _whole(k_ups, C, K, DTYPE)
-    down = tl.trans(_whole(k_downs, C, K, DTYPE))
+    if FULL:
+        beta = sigmoid(tl.load(write + o_t * s_write).to(tl.float32))
+    else:
+        beta = tl.load(write + o_t * s_write, mask=o_t < count, other=0.0)
+        beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
     read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
-    mix = tl.dot(k_up, down, input_precision=PRECISION)
-    mix = tl.where(o_i > o_j, mix * beta[:, None], 0.0)
-    # Write strengths and the way to the middle are factors of columns: of the small matrices.
+    squares = tl.where(o_i == o_j, mix, 0.0)
+    left = tl.rsqrt(tl.sum(squares, 1) + 1e-6)
+    right = tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
+    mix = tl.where(o_i > o_j, mix * (left * beta)[:, None] * right, 0.0)
+    # Write strengths, lengths and the way to the middle are factors of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
-    solve = (solve * beta[None, :]).to(DTYPE)
-    b_w = tl.dot(solve, k_up, input_precision=PRECISION) * (-middle if MINUS_W else middle)
+    solve = solve * beta[None, :] * left[:, None]
+    b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
+    b_w *= -middle if MINUS_W else middle
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
-    values = _convolve_rows(x + 2 * H * K, s_qkv, p_window + 2 * s_stream, s_tap,
-                            p_conv + 2 * H * K, 3 * H * K, o_g, o_k, first, count, R, W,
-                            FAST)  # fmt: skip
-    b_u = tl.dot(solve, _whole(values, C, K, DTYPE), input_precision=PRECISION)
+    values = _convolved(x + 2 * H * K, p_window + 2 * s_stream, s_tap, conv + 2 * H * K, o_g, o_k,
+                        lowest, count, S_QKV, 3 * H * K, R, W, FULL, FAST)  # fmt: skip
+    b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
     tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
+
+
+@triton.jit
+def kda_prepare_kernel(
+    qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends, wq, u, kl, scores,
+    gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
+    rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    MINUS_W: tl.constexpr, ASK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Everything about one chunk of one head that does not need the state.
+
+    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
+    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
+    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
+    halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
+    With ASK of at least 0, rows of the chunk that many slots on are asked for, out of ``rows``.
+    """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    i_h = tl.program_id(0)
+    slot = tl.program_id(1)
+    i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
+    if count > 0:
+        column = i_h * K
+        if ASK >= 0:
+            _ask_for_rows(qkv + column, decay + column, start + ASK * C, rows, S_QKV, S_DECAY, H, C,
+                          K)  # fmt: skip
+        block = slot.to(tl.int64) * H + i_h
+        x = qkv + start * S_QKV + column
+        p_decay = decay + start * S_DECAY + column
+        p_write = write + start * s_write + i_h
+        p_window = windows + tl.load(cells + i_s * s_cells + i_h) * s_window
+        if (count >= C) & (start != begin):
+            _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
+                       kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
+                       C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
+                       MINUS_W, True)  # fmt: skip
+        else:
+            lowest = tl.where(start != begin, 1 - W, 0)
+            _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
+                       kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
+                       count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
+                       FAST, MINUS_W, False)  # fmt: skip

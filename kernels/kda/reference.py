@@ -54,7 +54,7 @@ def kda_prefill_reference(
     """See :func:`k3vl.kernels.kda.kda_prefill`."""
     inputs = _inputs(qkv, decay, write, weights, windows, cells, cu_seqlens, ends)
     begins, counts = cu_seqlens[:-1], ends - cu_seqlens[:-1]
-    offsets = torch.arange(int(counts.max()), device=qkv.device)
+    offsets = torch.arange(max(1, int(counts.max())), device=qkv.device)
     real = offsets < counts.unsqueeze(1)  # [S, T]
     rows = torch.where(real, begins.unsqueeze(1) + offsets, qkv.shape[0])
     # [S, T, ...]; a row behind the packed ones is zero.

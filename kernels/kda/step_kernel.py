@@ -84,8 +84,6 @@ def kda_step_kernel(
     W: tl.constexpr,
     BOUNDED: tl.constexpr,
     PDL: tl.constexpr,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding, answered by zeros.
 
@@ -109,7 +107,7 @@ def kda_step_kernel(
     p_state = states + cell * s_state + o_k[:, None] * K + o_v[None, :]
     tiles = ()
     for i in tl.static_range(K // BV):
-        tiles = tiles + (tl.load(p_state + i * BV, eviction_policy=LOAD),)  # noqa: RUF005
+        tiles = tiles + (tl.load(p_state + i * BV),)  # noqa: RUF005
     # Or the assembler, to save registers, asks for the state when the windows have come.
     tl.debug_barrier()
     x = qkv + i_b * s_qkv + column
@@ -149,7 +147,7 @@ def kda_step_kernel(
         u = beta * (values[i] - tl.sum(b_s * b_k[:, None], 0))
         o = tl.sum(b_s * b_q[:, None], 0) + overlap * u
         b_s += b_k[:, None] * u[None, :]
-        tl.store(p_state + i * BV, b_s, cache_modifier=STORE)
+        tl.store(p_state + i * BV, b_s)
         squares += tl.sum(o * o, 0)
         outputs = outputs + (o,)  # noqa: RUF005
     scale = tl.rsqrt(squares / K + eps)

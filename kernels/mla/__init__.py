@@ -69,7 +69,11 @@ def check_prefill(
 
 
 def mla_prefill_latent(
-    q: torch.Tensor, context: torch.Tensor, latent_width: int, scale: float
+    q: torch.Tensor,
+    context: torch.Tensor,
+    latent_width: int,
+    scale: float,
+    borders: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """As :func:`mla_prefill`, over latents that all heads share and nobody expands.
 
@@ -78,6 +82,9 @@ def mla_prefill_latent(
         context: [L, R + P], L >= T, the sequence's latents in order.
         latent_width: R.
         scale: of the scores.
+        borders: of S sequences one behind the other, [S + 1] int64 each: where their queries begin
+            and end, and where their latents do, of which none has fewer. Every query is of one of
+            them; latents behind the last border are not read. None: there is one sequence.
 
     Returns:
         [T, H, R] mixtures of latents in the dtype of ``q``; scores and softmax in float32.
@@ -91,7 +98,7 @@ def mla_prefill_latent(
             f"mla_prefill_latent: q {tuple(q.shape)}, context {tuple(context.shape)}, "
             f"R {latent_width}"
         )
-    return mla_prefill_latent_reference(q, context, latent_width, scale)
+    return mla_prefill_latent_reference(q, context, latent_width, scale, borders)
 
 
 def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

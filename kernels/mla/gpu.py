@@ -101,10 +101,11 @@ def mla_prefill_packed(
     )
     if not agree:
         raise ShapeError(f"mla_prefill: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    rest: torch.Tensor | None = None
     if shared is not None:
-        rest: torch.Tensor | None = shared.unsqueeze(1).expand(-1, k.shape[1], -1)
-    else:
-        k, rest = _halve(k)
+        rest = shared.unsqueeze(1).expand(-1, k.shape[1], -1)
+    if rest is None or k.shape[-1] & (k.shape[-1] - 1):
+        k, rest = _halve(k if rest is None else torch.cat([k, rest], -1))
     queries, keys = _packed(lengths, q.device), _packed(contexts, q.device)
     return flash(q, k, v, scale, queries=queries, keys=keys, causal=True, rest=rest, shape=shape)
 
@@ -114,6 +115,7 @@ def mla_prefill_latent(
     context: torch.Tensor,
     latent_width: int,
     scale: float,
+    borders: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     shape: FlashShape | None = None,
 ) -> torch.Tensor:
@@ -131,8 +133,8 @@ def mla_prefill_latent(
         c,
         c,
         scale,
-        queries=_packed((q.shape[0],), q.device),
-        keys=_packed((context.shape[0],), q.device),
+        queries=_within(q.shape[0], borders, 0, q.device),
+        keys=_within(context.shape[0], borders, 1, q.device),
         causal=True,
         rest=shared.unsqueeze(1).expand(-1, heads, -1),
         shape=shape,
@@ -203,12 +205,11 @@ def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_absorb`."""
     check_absorb(q, keys)
     (batch, heads, width), (_, own, latent) = q.shape, keys.shape
-    powers = all(n >= 16 and not n & (n - 1) for n in (own, latent))
     flat = q.stride()[1:] == (width, 1) and keys.stride(2) == 1
-    if not (powers and flat):
+    if latent < 16 or latent & (latent - 1) or not flat:
         raise ShapeError(
             f"mla_absorb: q {tuple(q.shape)}, keys {tuple(keys.shape)}: rows must be contiguous "
-            "and M and R powers of two, at least 16"
+            "and R a power of two, at least 16"
         )
     out = torch.empty(batch, heads, latent + width - own, dtype=q.dtype, device=q.device)
     if not batch:
@@ -227,7 +228,7 @@ def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         M=own,
         R=latent,
         BB=rows,
-        BM=own,
+        BM=max(16, triton.next_power_of_2(own)),
         BR=columns,
         BP=triton.next_power_of_2(max(1, width - own)),
         PRECISION="tf32" if q.dtype != torch.float32 else "tf32x3",
@@ -398,6 +399,15 @@ def _decode_shape(batch: int, heads: int, longest: int, *, half: bool) -> Decode
     programs = batch * -(-heads // block)
     splits = max(1, min(_PROGRAMS // programs, -(-longest // (2 * latents))))
     return DecodeShape(block, latents, warps, stages, splits)
+
+
+def _within(
+    rows: int, borders: tuple[torch.Tensor, torch.Tensor] | None, which: int, device: torch.device
+) -> Packed:
+    """One sequence, or those whose borders only the device knows: each may have all rows."""
+    if borders is None:
+        return _packed((rows,), device)
+    return Packed((rows,) * (borders[which].shape[0] - 1), borders[which])
 
 
 def _packed(lengths: tuple[int, ...], device: torch.device) -> Packed:

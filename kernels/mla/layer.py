@@ -56,6 +56,22 @@ class PrefillOp(Protocol):
         """[T, H, V]."""
 
 
+class PrefillLatentOp(Protocol):
+    """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        context: torch.Tensor,
+        latent_width: int,
+        scale: float,
+        borders: Borders | None = None,
+    ) -> torch.Tensor:
+        """[T, H, R]."""
+
+
+Borders: TypeAlias = "tuple[Tensor, Tensor]"
+"""[S + 1] int64 twice: where queries, and where latents, of S sequences begin and end."""
 AbsorbOp: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """See :func:`k3vl.kernels.mla.mla_absorb`."""
 StoreOp: TypeAlias = "Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor], None]"
@@ -127,14 +143,16 @@ class MLAOp(Protocol):
         rows: torch.Tensor,
         scale: float,
         gate: torch.Tensor | None = None,
+        borders: Borders | None = None,
     ) -> torch.Tensor:
-        """The last T tokens of one sequence.
+        """The last T tokens of one sequence, or of several.
 
         Args:
             q: [T, H, M + P].
             kv_b, latents, scale: as in :meth:`decode`.
             rows: [L] int64, the cache rows of the sequence in order, L >= T.
             gate: [T, H V] or None.
+            borders: of several sequences, one behind the other in ``q`` and ``rows``.
 
         Returns:
             [T, H V] in the dtype of ``q``.
@@ -232,8 +250,12 @@ class ComposedMLALayer:
         parts = zip(
             q[n:].split(sequences.prefill_lens), sequences.prefill_rows, gates[1:], strict=True
         )
+        keys = sequences.prefill_keys
+        borders = None if keys is None else (sequences.cu_seqlens, keys)
         for q_i, rows, gate_i in parts:
-            outputs.append(attend.prefill(q_i, w.kv_b, latents, rows, w.scale, gate=gate_i))
+            outputs.append(
+                attend.prefill(q_i, w.kv_b, latents, rows, w.scale, gate=gate_i, borders=borders)
+            )
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.linear(out, w.o_proj, onto=onto)
 
@@ -245,7 +267,7 @@ class ComposedMLA:
     mla_absorb: AbsorbOp
     mla_decode: DecodeOp
     mla_prefill: PrefillOp
-    mla_prefill_latent: Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+    mla_prefill_latent: PrefillLatentOp
     mla_store: StoreOp
     mla_values: ValuesOp
     mla_gate: GateOp
@@ -287,10 +309,15 @@ class ComposedMLA:
         rows: torch.Tensor,
         scale: float,
         gate: torch.Tensor | None = None,
+        borders: Borders | None = None,
     ) -> torch.Tensor:
-        """The cheaper form for T queries; see :class:`MLAOp`."""
+        """The cheaper form for T queries, of several sequences the absorbed; see :class:`MLAOp`."""
         latent, nope, shared = check_shapes(q, kv_b, latents)
         context = latents[rows]
+        if borders is not None:
+            absorbed = self.mla_absorb(q, kv_b[:, :nope])
+            mixed = self.mla_prefill_latent(absorbed, context, latent, scale, borders)
+            return self.mla_values(mixed, kv_b[:, nope:], gate)
         heads, expanding = kv_b.shape[:2]
         if q.shape[0] * (2 * latent + shared - q.shape[-1] - expanding + nope) < latent * expanding:
             absorbed = mla_absorb_reference(q, kv_b[:, :nope])

@@ -34,15 +34,23 @@ def mla_prefill_reference(
 
 
 def mla_prefill_latent_reference(
-    q: torch.Tensor, context: torch.Tensor, latent_width: int, scale: float
+    q: torch.Tensor,
+    context: torch.Tensor,
+    latent_width: int,
+    scale: float,
+    borders: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
-    queries, heads = q.shape[:2]
+    """See :func:`k3vl.kernels.mla.mla_prefill_latent`; sequence by sequence."""
+    if borders is not None:
+        queries, keys = (border.diff().tolist() for border in borders)
+        own = zip(q.split(queries), context[: sum(keys)].split(keys), strict=True)
+        return torch.cat([mla_prefill_latent_reference(*part, latent_width, scale) for part in own])
+    count, heads = q.shape[:2]
     scores = (q.transpose(0, 1).flatten(0, 1) @ context.mT).float().mul_(scale)  # [H T, L]
-    future = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu_(1)
-    scores.view(heads, queries, -1)[..., -queries:].masked_fill_(future, float("-inf"))
+    future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
+    scores.view(heads, count, -1)[..., -count:].masked_fill_(future, float("-inf"))
     mixed = scores.softmax(-1).to(q.dtype) @ context[:, :latent_width]
-    return mixed.unflatten(0, (heads, queries)).transpose(0, 1)
+    return mixed.unflatten(0, (heads, count)).transpose(0, 1)
 
 
 def mla_decode_reference(

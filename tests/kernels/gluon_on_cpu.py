@@ -239,11 +239,7 @@ class _Language(ModuleType):
 
     @staticmethod
     def load(
-        at: Pointer,
-        mask: Any = None,
-        other: float = 0.0,
-        cache_modifier: str = "",
-        volatile: bool = False,
+        at: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = ""
     ) -> torch.Tensor:
         flat, where, live = at.cells(mask)
         return torch.where(live, flat[where.long()], torch.tensor(other, dtype=flat.dtype))
@@ -404,11 +400,6 @@ def _copy(
             _meeting.notify_all()
 
 
-def _pause(rounds: int) -> None:
-    time.sleep(1e-3)
-    assert rounds < PATIENCE * 1e3, "nobody set the flag"
-
-
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
     if not is_async:
@@ -469,9 +460,6 @@ def launch(
             "begin_copy": _copy,
             "meet": _meet,
             "fence_async_shared": _fence,
-            "see_what_others_wrote": lambda: None,
-            "let_next_launch_begin": lambda: None,
-            "pause": _pause,
             "widen": lambda x: x.float(),
             "reciprocal": lambda x: 1 / x,
             "warpgroup_mma": _product,

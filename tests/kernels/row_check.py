@@ -92,7 +92,8 @@ def check_norms(dtype: torch.dtype) -> None:
 
 
 def check_absorb(dtype: torch.dtype) -> None:
-    for batch, heads, own, shared, latent in ((1, 3, 16, 5, 32), (17, 2, 32, 16, 256)):
+    sizes = ((1, 3, 16, 5, 32), (17, 2, 32, 16, 256), (9, 4, 48, 16, 128), (2, 1, 8, 4, 16))
+    for batch, heads, own, shared, latent in sizes:
         q = normal(batch, heads, own + shared, dtype=dtype)
         keys = normal(heads, own + 7, latent, dtype=dtype)[:, :own]
         want = mla_absorb_reference(q.double(), keys.double())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -104,11 +102,7 @@ def prepare(call: Call) -> tuple[torch.Tensor, ...]:
 def walk(
     call: Call, shape: Any, snapshots: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, windows and states behind the kernel.
-
-    Where it works beside the parallel one, that is played by a thread which writes chunks in any
-    order, each before its flag.
-    """
+    """Output, windows and states behind the kernel."""
     from k3vl.kernels.kda.hopper import Walk, hopper_walk
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -118,15 +112,8 @@ def walk(
 
     windows, states = call.windows.clone(), call.states.clone()
     out = torch.full_like(call.inputs[1], float("nan")).contiguous()
-    chunks = prepare(call)
-    flags, others = None, threading.Thread(target=lambda: None)
-    if shape.group:
-        chunks, ready = tuple(torch.full_like(x, float("nan")) for x in chunks), chunks
-        flags = torch.zeros(len(ready[0]), dtype=torch.int32)
-        others = threading.Thread(target=release, args=(ready, chunks, flags))
-    others.start()
     job = Walk(
-        chunks=chunks,
+        chunks=prepare(call),
         inputs=call.inputs[:2],
         o_norm=call.weights.o_norm,
         pool=(windows, states, call.cells, call.cu_seqlens, call.ends),
@@ -134,23 +121,9 @@ def walk(
         out=out,
         eps=call.weights.eps,
         chunk=CHUNK,
-        flags=flags,
     )
-    hopper_walk(job, shape, launch=on_cpu)
-    others.join()
+    hopper_walk(job, shape, early=True, launch=on_cpu)
     return out, windows, states
-
-
-def release(
-    ready: tuple[torch.Tensor, ...], chunks: tuple[torch.Tensor, ...], flags: torch.Tensor
-) -> None:
-    """Write chunk after chunk and set its flag, [H, slots], where the others have [slots, H]."""
-    slots = len(flags) // HEADS
-    for at in torch.randperm(len(flags)).tolist():
-        for source, target in zip(ready, chunks, strict=True):
-            target[at] = source[at]
-        time.sleep(1e-3)
-        flags[at % HEADS * slots + at // HEADS] = 1
 
 
 def expected(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,10 +141,8 @@ def normed(rows: torch.Tensor, call: Call) -> torch.Tensor:
     return heads.flatten(1) * torch.sigmoid(call.inputs[1].double().nan_to_num())
 
 
-@pytest.mark.parametrize(
-    ("values", "stages", "group"), [(128, 3, 0), (64, 2, 0), (128, 2, 1), (64, 3, 2)]
-)
-def test_kernel_is_its_reference(values: int, stages: int, group: int) -> None:
+@pytest.mark.parametrize(("values", "stages", "rows"), [(128, 5, 4), (64, 3, 4), (128, 2, 8)])
+def test_kernel_is_its_reference(values: int, stages: int, rows: int) -> None:
     """Odd lengths, padding of NaN, whole chunks of padding, states and windows anywhere."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
@@ -180,7 +151,7 @@ def test_kernel_is_its_reference(values: int, stages: int, group: int) -> None:
     random.seed(values)
     call = make_call([1, 2, 33, 64, 200, 31], [0, 3, 0, 0, 40, 70])
     want, want_windows, want_states = expected(call)
-    got, windows, states = walk(call, HopperShape(values, stages, 128, group=group))
+    got, windows, states = walk(call, HopperShape(values, stages, rows=rows))
     for begin, end in zip(call.ends.tolist(), call.cu_seqlens[1:].tolist(), strict=True):
         assert not got[begin:end].any(), "padding gets zeros"
     if values < KEY:
@@ -232,3 +203,27 @@ def test_neighbours_change_no_bit() -> None:
     want, _, want_states = walk(alone, HopperShape(128, 3, 128))
     assert torch.equal(got[40:110], want)
     assert torch.equal(states[call.cells[1]], want_states[call.cells[1]])
+
+
+def test_choice_of_the_layout() -> None:
+    """By the model alone."""
+    pytest.importorskip("triton")
+    from k3vl.kernels.kda.gpu import PrefillShape, _shape
+    from k3vl.kernels.kda.hopper import HopperShape
+
+    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5)
+    assert _shape(48, 128, half=True, hopper=True) == HopperShape(64, 3)
+    assert _shape(96, 128, half=True, hopper=False) == PrefillShape(64, 4, 3, 128)
+    assert _shape(4, 16, half=False, hopper=False) == PrefillShape(16, 4, 1, None)
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    pytest.importorskip("triton")
+    from k3vl.kernels.kda.hopper import hopper_takes
+
+    (qkv, gate, _, _), _, windows, states, *_ = make_call([3], [0])
+    assert hopper_takes(qkv, gate, windows, states)
+    assert not hopper_takes(qkv.half(), gate, windows, states)
+    assert not hopper_takes(qkv, gate, windows.float(), states)
+    assert not hopper_takes(qkv, gate, windows[:, 1:], states)
+    assert not hopper_takes(qkv, gate, windows[..., :64], states[..., :64])

@@ -17,7 +17,6 @@ import torch
 from k3vl.kernels.attn_residual.gpu import FEW, attn_residual
 from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_takes
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
-from k3vl.kernels.bench.kda_cases import RINGS
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.kda import KDAWeights
@@ -51,6 +50,7 @@ from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
 from k3vl.kernels.recording import EagerRunner, GraphRunner
+from k3vl.kernels.rms_norm.gpu import rms_norm
 from k3vl.kernels.vision_attention.gpu import vision_attention
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
@@ -60,6 +60,7 @@ from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.decode import DirectDecode, StaticDecode
 from k3vl.lm.model import K3Model
+from k3vl.lm.prompts import StaticPrompts
 from k3vl.lm.sampler import Sampler
 from k3vl.types import SamplingParams
 from tests.tiny import TRITON, fill
@@ -69,6 +70,8 @@ ON_GPU = DEVICE.type == "cuda"
 LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
+HOPPER_WHOLE = KDAHopperShape(128, 5)
+HOPPER_VARIANT = KDAHopperShape(128, 5, rows=8, ahead=528, early=True)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
 
@@ -172,24 +175,24 @@ def kda_weights_like(weights: KDAWeights) -> KDAWeights:
     )
 
 
-def check_kda_decode_rings() -> Iterator[str]:
-    """The Gluon kernel, which no interpreter runs: with padding, and state for state."""
+def check_kda_decode_hopper() -> Iterator[str]:
+    """K3's heads, which Hopper decodes in Gluon: with padding, beside the kernel in Triton."""
     if not ON_GPU:
         yield "not here"
         return
-    for ring in RINGS:
-        heads, key, batch = 96, 128, 17
-        weights, args = kda_weights(heads, key), kda_inputs(batch, heads, key, torch.bfloat16)
-        windows, states = pool(batch * heads, key, torch.bfloat16)
+    for heads, batch in ((96, 17), (5, 1)):
+        weights, args = kda_weights(heads, 128), kda_inputs(batch, heads, 128, torch.bfloat16)
+        windows, states = pool(batch * heads, 128, torch.bfloat16)
         cells = torch.randperm(batch * heads, device=DEVICE).view(batch, heads)
-        cells[[3, 16]] = -1
+        if batch > 1:
+            cells[[3, 16]] = -1
         mine = windows.clone(), states.clone()
-        want = kda_decode(*args, weights, windows, states, cells)
-        got = kda_decode(*args, weights, *mine, cells, ring=ring)
-        close(f"{ring}", got, want.double(), HALF)
-        close(f"{ring} states", mine[1], states.double(), EXACT)
+        want = kda_decode(*args, weights, windows, states, cells, hopper=False)
+        got = kda_decode(*args, weights, *mine, cells)
+        close(f"decode B{batch} H{heads}", got, want.double(), HALF)
+        close(f"decode B{batch} H{heads}, states", mine[1], states.double(), EXACT)
         assert torch.equal(mine[0], windows)
-        yield f"{ring}"
+        yield f"B{batch} H{heads}"
 
 
 def check_kda_decode_padding() -> Iterator[str]:
@@ -240,6 +243,7 @@ def run_prefill(
 ) -> None:
     weights = kda_weights(heads, key)
     pads = [int(x) for x in torch.randint(0, 3, (len(lengths),))]
+    pads = [p if n else p + 1 for n, p in zip(lengths, pads, strict=True)]
     pads[-1] = 70  # a whole chunk of padding
     starts = torch.tensor([0, *(n + p for n, p in zip(lengths, pads, strict=True))]).cumsum(0)
     cu_seqlens = starts.to(DEVICE)
@@ -261,14 +265,12 @@ def run_prefill(
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if LARGE and dtype != torch.float32:
         shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
-        shapes += [PrefillShape(key, 8, 3, 168), PrefillShape(64, 4, 3, 128, full=True)]
+        shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None), PrefillShape(16, 4, 1, None, full=True)]
-    elif not ON_GPU:
-        shapes += [PrefillShape(16, 4, 1, None, full=True)]
+        shapes += [PrefillShape(16, 4, 1, None)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
-        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
+        shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -284,7 +286,8 @@ def check_kda_prefill() -> Iterator[str]:
         run_prefill([1, 2, 3, 15, 16, 17], 1, 16, torch.float32)
         run_prefill([63, 64, 65], 1, 16, torch.float32)
         run_prefill([129], 1, 32, torch.float32)
-        yield "short and odd lengths"
+        run_prefill([5, 0, 33, 0, 0], 1, 16, torch.float32)
+        yield "short and odd lengths, and sequences of padding alone"
         for decay in (30.0, -30.0):  # log-decay at -5, and at 0
             run_prefill([128, 20], 1, 16, torch.float32, decay)
         run_prefill([70], 1, 16, torch.float32, 30.0, 1e-2)
@@ -296,6 +299,7 @@ def check_kda_prefill() -> Iterator[str]:
         (DTYPES[0], 4, 64),
     ):
         run_prefill(list(ODD) if LARGE else [1, 2, 17, 33, 65], heads, key, dtype)
+        run_prefill([5, 0, 33, 0, 0], heads, key, dtype)
         for decay in (30.0, -30.0, 0.0) * LARGE:
             run_prefill([1000, 64, 7], heads, key, dtype, decay)
         for decay in (30.0, 0.0):  # short keys
@@ -314,29 +318,30 @@ def check_kda_snapshots() -> Iterator[str]:
     cu_seqlens = torch.tensor([0, 5, length + 5], device=DEVICE)
     depths = torch.tensor([[0, 0], [2 * CHUNK, CHUNK]], device=DEVICE)
     where = torch.tensor([[[0], [0]], [[2], [5]]], device=DEVICE)
-    own = windows.clone(), states.clone()
-    snapshots = Snapshots(depths, where)
-    batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
-    kda_prefill(*args, *batch, snapshots=snapshots)
-    for depth, cell in ((2 * CHUNK, 2), (CHUNK, 5)):
-        part = [x[5 : 5 + depth] for x in args]
-        alone = windows.clone(), states.clone()
-        span = torch.tensor([0, depth], device=DEVICE)
-        kda_prefill(*part, weights, *alone, cells[1:], span, span[1:])
-        assert torch.equal(own[1][cell], alone[1][4]), depth
-        assert torch.equal(own[0][cell], alone[0][4]), depth
-    assert torch.equal(own[1][0], states[0])
-    yield f"depths {CHUNK} and {2 * CHUNK}"
+    shapes: list[KDAHopperShape | None] = [None]
+    if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
+        shapes += [HOPPER_WHOLE]
+    for shape in shapes:
+        own = windows.clone(), states.clone()
+        batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
+        kda_prefill(*args, *batch, snapshots=Snapshots(depths, where), shape=shape)
+        for depth, cell in ((2 * CHUNK, 2), (CHUNK, 5)):
+            part = [x[5 : 5 + depth] for x in args]
+            alone = windows.clone(), states.clone()
+            span = torch.tensor([0, depth], device=DEVICE)
+            kda_prefill(*part, weights, *alone, cells[1:], span, span[1:], shape=shape)
+            assert torch.equal(own[1][cell], alone[1][4]), depth
+            assert torch.equal(own[0][cell], alone[0][4]), depth
+        assert torch.equal(own[1][0], states[0])
+        yield f"depths {CHUNK} and {2 * CHUNK}, {shape}"
 
 
 def check_kda_pieces() -> Iterator[str]:
     """A sequence in pieces of whole chunks has the bits of one that is not."""
     dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
-    if not ON_GPU:
-        shapes += [PrefillShape(16, 4, 1, None, full=True)]
-    elif torch.cuda.get_device_capability() == (9, 0):
-        shapes += [KDAHopperShape(values, 3, 128) for values in (64, 128)]
+    if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
+        shapes += [HOPPER_WHOLE]
     weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
     cells = torch.tensor([[1, 0]], device=DEVICE)
     windows, states = pool(2, key, dtype)
@@ -353,30 +358,6 @@ def check_kda_pieces() -> Iterator[str]:
         assert torch.equal(parts[0], whole[0]), shape
         assert torch.equal(parts[1], whole[1]), shape
         yield f"{shape}"
-
-
-def check_kda_together() -> Iterator[str]:
-    """The two kernels side by side give the bits of one after the other. On a device only."""
-    if not ON_GPU or torch.cuda.get_device_capability() != (9, 0):
-        yield "not compute capability 9.0"
-        return
-    for heads, group, lengths in ((12, 12, [3000]), (96, 24, [2048, 1000, 1500]), (6, 3, [1100])):
-        weights, rows = kda_weights(heads, 128), sum(lengths)
-        args = kda_inputs(rows, heads, 128, torch.bfloat16)
-        cells = torch.randperm(len(lengths) * heads, device=DEVICE).view(-1, heads)
-        span = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
-        fresh = pool(cells.numel(), 128, torch.bfloat16)
-        for values in (64, 128):
-            shape = KDAHopperShape(values, 3, 128)
-            want = [x.clone() for x in fresh]
-            out = kda_prefill(*args, weights, *want, cells, span, span[1:], shape=shape)
-            for _ in range(5):
-                got = [x.clone() for x in fresh]
-                together = shape._replace(group=group)
-                mine = kda_prefill(*args, weights, *got, cells, span, span[1:], shape=together)
-                assert torch.equal(mine, out), together
-                assert all(map(torch.equal, got, want)), together
-            yield f"H{heads} in groups of {group}, {values} value channels"
 
 
 def check_mla_decode() -> Iterator[str]:
@@ -544,7 +525,18 @@ def check_mla_prefill() -> Iterator[str]:
         parts = zip(q.split(lengths), k.split(contexts), v.split(contexts), strict=True)
         want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.2) for p in parts])
         close("packed", got, want, bound(dtype))
-        yield f"{dtype} packed"
+        q, k, v = (normal(9, 2, width, dtype=dtype) for width in (64, 48, 32))
+        tail = normal(9, 16, dtype=dtype)
+        joined = torch.cat([k, tail.unsqueeze(1).expand(-1, 2, -1)], -1)
+        want = mla_prefill_reference(q.double(), joined.double(), v.double(), 0.1)
+        close("48 + 16", mla_prefill(q, k, v, 0.1, tail), want, bound(dtype))
+        yield f"{dtype} packed, widths that are no powers of two"
+        q, context = normal(68, 2, 48, dtype=dtype), normal(150, 48, dtype=dtype)
+        borders = tuple(torch.tensor([0, *n], device=DEVICE).cumsum(0) for n in (lengths, contexts))
+        want = mla_prefill_latent_reference(q.double(), context.double(), 32, 0.1, borders)
+        got = mla_prefill_latent(q, context, 32, 0.1, borders)
+        close("latent, several sequences", got, want, bound(dtype))
+        yield f"{dtype} latents of several sequences"
 
 
 def check_attn_residual() -> Iterator[str]:
@@ -590,6 +582,9 @@ def check_vision() -> Iterator[str]:
         table = rotary_table(3, 4, 16)
         want = rotate_reference(x.cpu(), 3, 4)
         close("rotary", rotate(x, table.to(DEVICE)).cpu(), want, bound(dtype))
+        x, weight = normal(5, 1024, dtype=dtype), normal(1024, dtype=dtype)
+        want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+        close("norm", rms_norm(x, weight, 1e-3), want * weight.double(), bound(dtype))
         yield f"{dtype}"
 
 
@@ -662,9 +657,11 @@ def check_prefill_pass() -> Iterator[str]:
     fill(reference)
     ours.load_state_dict(reference.state_dict())
     sizes = plan_cache(TRITON, torch.float32, budget_bytes=2**21, page_size=16)
-    together, alone = (
-        HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(2)
+    together, alone, fixed = (
+        HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(3)
     )
+    fixed.buffer[-sizes.unit_bytes :] = 255  # as numbers NaN
+    static = StaticPrompts(ours, fixed, GraphRunner() if ON_GPU else EagerRunner())
     units = iter(torch.randperm(sizes.num_units).tolist())
     lengths = [(16, 7), (48, 40), (32, 1), (16, 16)]
     slots = [[next(units) for _ in range(sizes.units_per_slot)] for _ in lengths]
@@ -688,20 +685,31 @@ def check_prefill_pass() -> Iterator[str]:
         )
         mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
         close(f"states and windows of pass {turn}", mine, theirs.double(), 1e-4)
+        if not turn:
+            fixed.units.copy_(together.units)
     yield "four prompts, twice"
+    before, some, times = fixed.units.clone(), [0, 2, 3], []
+    for _ in range(3 if ON_GPU else 1):  # launched, recorded, repeated
+        fixed.units.copy_(before)
+        times.append(static.run([rows[i] for i in some]))
+    assert all(torch.equal(times[0], other) for other in times)
+    close("logits of a fixed size", times[0], torch.cat([want[i] for i in some]).double(), 1e-4)
+    mine, theirs = (
+        cache.units[[unit for i in some for unit in slots[i]]] for cache in (fixed, alone)
+    )
+    mine, theirs = (x.view(torch.float32) for x in (mine, theirs))
+    close("states and windows of a fixed size", mine, theirs.double(), 1e-4)
+    yield "three prompts at a fixed size"
 
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_decode": (
         check_kda_decode,
-        check_kda_decode_rings,
+        check_kda_decode_hopper,
         check_kda_decode_padding,
         check_kda_decode_large_slots,
     ),
-    "kda_prefill": (
-        *(check_kda_prefill, check_kda_snapshots, check_kda_pieces),
-        check_kda_together,  # last: an error in its flags ends the process
-    ),
+    "kda_prefill": (*(check_kda_prefill, check_kda_snapshots, check_kda_pieces),),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
         *(check_mla_store, check_mla_values),

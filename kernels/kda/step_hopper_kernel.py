@@ -1,7 +1,8 @@
 """One token of Kimi Delta Attention for compute capability 9.0, in Gluon.
 
-A unit is one head of one sequence. Its state, 64 KB in one run of memory, is fetched by the copy
-engine into one of STAGES buffers, while states that came before are worked on.
+A program is one head of one sequence. Its state, 64 KB in one run of memory, is fetched by the copy
+engine into shared memory; so threads need no registers for it, and a multiprocessor holds three
+programs where it held two.
 """
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -34,17 +35,25 @@ def decay_factor(logits, rate, lower_bound, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def fetch(pool, buffer, landed, cell, SIZE: gl.constexpr):
-    """Begin to copy a state of SIZE bytes; for padding there is nothing to wait for."""
-    real = cell >= 0
-    mbarrier.expect(landed, SIZE, pred=real)
-    begin_copy(pool, [cell.to(gl.int32), 0, 0], landed, buffer, pred=real)
-    mbarrier.arrive(landed, count=1, pred=cell < 0)
+def wait_for_inputs():
+    """As in ``dependent``, which is in Triton."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_begin():
+    """As in ``dependent``."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def vectors(K: gl.constexpr):
-    """Room for a group's vectors and for the sums of its warps.
+    """Room for vectors and for the sums of warps.
 
     Apart, or the compiler puts a barrier between one store and the next.
     """
@@ -91,11 +100,8 @@ def carry_on(p_window, taps, s_tap, o_k):
 
 @gluon.jit
 def advance(
-    pool,
     buffer,
     landed,
-    phase,
-    later_cell,
     m_row,
     m_sum,
     qkv,
@@ -122,10 +128,8 @@ def advance(
     i_h,
     K: gl.constexpr,
     BOUNDED: gl.constexpr,
-    KEEP: gl.constexpr,
-    STORE: gl.constexpr,
 ):
-    """Advance one unit by four warps.
+    """Advance one head of one sequence.
 
     Vectors have a channel a thread; ``m_row`` brings them to where the state's rows and columns
     are. Keys and queries get their length last: of q~ = q / |q| the mixture is
@@ -179,20 +183,14 @@ def advance(
     k_scale = gl.rsqrt(gl.sum(m_sum[1].load(ALL), 0) + 1e-6)
     overlap = gl.sum(m_sum[2].load(ALL), 0) * q_scale * k_scale
 
-    mbarrier.wait(landed, phase)
+    mbarrier.wait(landed, 0)
     tile = buffer.reshape([K, K])
     by_k = gl.zeros([PART, K], gl.float32, S)
     by_q = gl.zeros([PART, K], gl.float32, S)
-    parts = ()
     for i in gl.static_range(K // PART):
         b_s = tile.slice(i * PART, PART).load(S)
         by_k += b_s * m_row[0].slice(i * PART, PART).load(ROW)[:, None]
         by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
-        if KEEP:
-            parts = parts + (b_s,)  # noqa: RUF005
-    meet()
-    if KEEP:
-        fetch(pool, buffer, landed, later_cell, K * K * 4)
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
@@ -201,98 +199,18 @@ def advance(
     o_r = gl.arange(0, PART, ROW)
     p_tile = p_state + o_r[:, None] * K + o_v[None, :]
     for i in gl.static_range(K // PART):
-        b_s = parts[i] if KEEP else tile.slice(i * PART, PART).load(S)
+        b_s = tile.slice(i * PART, PART).load(S)
         kept = m_row[2].slice(i * PART, PART).load(ROW)
         added = m_row[3].slice(i * PART, PART).load(ROW)
         b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
-        gl.store(p_tile + i * PART * K, b_s, cache_modifier=STORE)
+        gl.store(p_tile + i * PART * K, b_s)
     scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
     y = o * scale * m_row[5].load(COLUMN)
     gl.store(out + i_b * H * K + column + o_v, y.to(out.dtype.element_ty))
 
 
 @gluon.jit
-def group(
-    pool,
-    buffers,
-    landed,
-    m_row,
-    m_sum,
-    qkv,
-    gate,
-    decay,
-    write,
-    conv,
-    a_log,
-    dt_bias,
-    o_norm,
-    windows,
-    states,
-    cells,
-    out,
-    s_qkv,
-    s_gate,
-    s_decay,
-    s_write,
-    s_cells,
-    s_window,
-    s_tap,
-    s_stream,
-    s_state,
-    eps,
-    lower_bound,
-    H,
-    units,
-    first,
-    every,
-    GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    K: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    KEEP: gl.constexpr,
-    STORE: gl.constexpr,
-):
-    """What four warps do: every GROUPS-th unit of this program, from the GROUP-th on.
-
-    Who has used up a buffer fills it anew, for whoever is next.
-    """
-    V: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    o_v = gl.arange(0, K, V)
-    number = gl.cdiv(units - first, every)
-    for j in range(GROUP, number, GROUPS):
-        unit = first + j * every
-        i_b = (unit // H).to(gl.int64)
-        i_h = unit % H
-        cell = gl.load(cells + i_b * s_cells + i_h)
-        later = unit + STAGES * every
-        later_cell = gl.load(
-            cells + (later // H).to(gl.int64) * s_cells + later % H, mask=later < units, other=-1
-        )
-        buffer = buffers.index(j % STAGES)
-        ready = landed.index(j % STAGES)
-        phase = j // STAGES & 1
-        if cell >= 0:
-            advance(
-                pool, buffer, ready, phase, later_cell, m_row, m_sum, qkv, gate, decay, write,
-                conv, a_log, dt_bias, o_norm, windows + cell * s_window, states + cell * s_state,
-                out, s_qkv, s_gate, s_decay, s_write, s_tap, s_stream, eps, lower_bound, H, i_b,
-                i_h, K, BOUNDED, KEEP, STORE,
-            )  # fmt: skip
-            # The next unit's vectors go where this one's are.
-            meet()
-            if not KEEP:
-                fetch(pool, buffer, ready, later_cell, K * K * 4)
-        else:
-            mbarrier.wait(ready, phase)
-            zero = gl.zeros([K], out.dtype.element_ty, V)
-            gl.store(out + i_b * H * K + i_h * K + o_v, zero)
-            meet()
-            fetch(pool, buffer, ready, later_cell, K * K * 4)
-
-
-@gluon.jit
-def kda_step_ring_kernel(
+def kda_step_hopper_kernel(
     pool,
     qkv,
     gate,
@@ -318,64 +236,39 @@ def kda_step_ring_kernel(
     eps,
     lower_bound,
     H,
-    units,
-    every,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
     K: gl.constexpr,
     BOUNDED: gl.constexpr,
-    KEEP: gl.constexpr,
-    STORE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """Units ``program_id``, ``program_id + every``, ...; a cell below 0 is padding: zeros.
+    """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
     ``pool`` describes blocks [1, K, K] of ``states``. For the rest see ``kda_step_kernel``.
     """
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
-    first = gl.program_id(0)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(landed.index(i), count=1)
+    V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if PDL:
+        let_next_begin()
+    landed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(landed, count=1)
     meet()
-    buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K, K], PLAIN)
-    m_row, m_sum = vectors(K)
-    if GROUPS == 2:
-        other_row, other_sum = vectors(K)
-    for i in gl.static_range(STAGES):
-        unit = first + i * every
-        cell = gl.load(
-            cells + (unit // H).to(gl.int64) * s_cells + unit % H, mask=unit < units, other=-1
-        )
-        fetch(pool, buffers.index(i), landed.index(i), cell, K * K * 4)
-    if GROUPS == 1:
-        group(
-            pool, buffers, landed, m_row, m_sum, qkv, gate, decay, write, conv,
-            a_log, dt_bias, o_norm, windows, states, cells, out, s_qkv, s_gate, s_decay, s_write,
-            s_cells, s_window, s_tap, s_stream, s_state, eps, lower_bound, H, units, first, every,
-            0, 1, STAGES, K, BOUNDED, KEEP, STORE,
+    if PDL:
+        wait_for_inputs()
+    i_b = (gl.program_id(0) // H).to(gl.int64)
+    i_h = gl.program_id(0) % H
+    cell = gl.load(cells + i_b * s_cells + i_h)
+    if cell >= 0:
+        buffer = gl.allocate_shared_memory(gl.float32, [1, 1, K, K], PLAIN).index(0)
+        mbarrier.expect(landed, K * K * 4)
+        begin_copy(pool, [cell.to(gl.int32), 0, 0], landed, buffer)
+        # Or the assembler begins it when the loads that come next have been waited for.
+        meet()
+        m_row, m_sum = vectors(K)
+        advance(
+            buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
+            windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
+            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, BOUNDED,
         )  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (
-                    group,
-                    (
-                        pool, buffers, landed, m_row, m_sum, qkv, gate, decay,
-                        write, conv, a_log, dt_bias, o_norm, windows, states, cells, out, s_qkv,
-                        s_gate, s_decay, s_write, s_cells, s_window, s_tap, s_stream, s_state, eps,
-                        lower_bound, H, units, first, every, 0, 2, STAGES, K, BOUNDED, KEEP, STORE,
-                    ),
-                ),
-                (
-                    group,
-                    (
-                        pool, buffers, landed, other_row, other_sum, qkv, gate, decay,
-                        write, conv, a_log, dt_bias, o_norm, windows, states, cells, out, s_qkv,
-                        s_gate, s_decay, s_write, s_cells, s_window, s_tap, s_stream, s_state, eps,
-                        lower_bound, H, units, first, every, 1, 2, STAGES, K, BOUNDED, KEEP, STORE,
-                    ),
-                ),
-            ],
-            [4],
-            [232],
-        )  # fmt: skip
+        o_v = gl.arange(0, K, V)
+        zero = gl.zeros([K], out.dtype.element_ty, V)
+        gl.store(out + i_b * H * K + i_h * K + o_v, zero)

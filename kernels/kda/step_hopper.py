@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,31 +17,17 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
-
-class RingShape(NamedTuple):
-    """How units, one head of one sequence each, are spread.
-
-    Attributes:
-        programs: of a multiprocessor, each of which takes unit after unit; 0: a program for each.
-        groups: of four warps in a program, one or two.
-        stages: buffers of a program, 64 KiB each.
-        keep: whether a state stays in registers, so that its buffer is free as soon as it is read.
-        registers: at most so many for a thread.
-        store: cache modifier of the states' stores.
-    """
-
-    programs: int
-    groups: int
-    stages: int
-    keep: bool
-    registers: int | None = None
-    store: str = ""
+_REGISTERS = 168
+"""At most so many for a thread: three programs a multiprocessor, 64 KB of shared memory each."""
 
 
-def ring_takes(weights: KDAWeights, windows: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether shapes and layout fit: K3's widths, states that the copy engine can fetch."""
+def hopper_steps(
+    qkv: torch.Tensor, weights: KDAWeights, windows: torch.Tensor, states: torch.Tensor
+) -> bool:
+    """Whether shapes and layout fit: bf16, K3's widths, states that the copy engine can fetch."""
     return (
-        states.dtype == torch.float32
+        qkv.dtype == windows.dtype == torch.bfloat16
+        and states.dtype == torch.float32
         and states.shape[-1] == KEY
         and weights.conv.shape[1] == WIDTH
         and weights.conv.dtype == torch.float32
@@ -53,7 +38,7 @@ def ring_takes(weights: KDAWeights, windows: torch.Tensor, states: torch.Tensor)
     )
 
 
-def ring_step(
+def hopper_step(
     qkv: torch.Tensor,
     gate: torch.Tensor,
     decay: torch.Tensor,
@@ -63,21 +48,16 @@ def ring_step(
     states: torch.Tensor,
     cells: torch.Tensor,
     out: torch.Tensor,
-    shape: RingShape,
     *,
+    early: bool,
     launch: Callable[..., None] | None = None,
-    processors: int | None = None,
 ) -> None:
     """Fill ``out``, [B, H K]; the rest is as in :func:`k3vl.kernels.kda.kda_decode`.
 
-    ``launch`` takes kernel, grid and arguments; None starts it on the device, which has so many
-    ``processors``.
+    ``early``: it begins as soon as the launch before it lets it, and waits (``dependent``).
+    ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
     batch, heads = cells.shape
-    units = batch * heads
-    every = units
-    if shape.programs:
-        every = min(units, shape.programs * (processors or _processors(cells.device)))
     args: tuple[Any, ...] = (
         qkv,
         gate,
@@ -101,31 +81,22 @@ def ring_step(
         weights.eps,
         weights.lower_bound or 0.0,
         heads,
-        units,
-        every,
     )
     constants: dict[str, Any] = {
-        "GROUPS": shape.groups,
-        "STAGES": shape.stages,
         "K": KEY,
         "BOUNDED": weights.lower_bound is not None,
-        "KEEP": shape.keep,
-        "STORE": shape.store,
+        "PDL": early,
     }
-    from k3vl.kernels.kda.ring_kernel import kda_step_ring_kernel as kernel
+    from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
     block = [1, KEY, KEY]
     if launch is not None:
-        launch(kernel, (every, 1, 1), states, block, *args, **constants)
+        launch(kernel, (batch * heads, 1, 1), states, block, *args, **constants)
         return
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
-    kernel[(every,)](pool, *args, **constants, num_warps=4, maxnreg=shape.registers)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": _REGISTERS, "launch_pdl": early}
+    kernel[(batch * heads,)](pool, *args, **constants, **options)
