@@ -1,4 +1,4 @@
-"""Launches ``flash_kernel``: the attention of MLA prefill and of the vision tower on a CUDA device.
+"""The attention of MLA prefill and of the vision tower on a CUDA device.
 
 No op of its own: ``mla`` and ``vision_attention`` say what it computes.
 """
@@ -6,14 +6,15 @@ No op of its own: ``mla`` and ``vision_attention`` say what it computes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.flash_hopper import HopperFlash, hopper_flash
+from k3vl.kernels.flash_hopper import hopper_flash, hopper_flash_takes
 from k3vl.kernels.flash_kernel import flash_kernel
+from k3vl.kernels.hopper import hopper_runs
 
 if TYPE_CHECKING:
     from k3vl.kernels.packed import Packed
@@ -38,7 +39,7 @@ def flash(
     keys: Packed,
     causal: bool,
     rest: torch.Tensor | None = None,
-    shape: FlashShape | HopperFlash | None = None,
+    shape: FlashShape | None = None,
 ) -> torch.Tensor:
     """Attend within every sequence.
 
@@ -49,8 +50,7 @@ def flash(
         queries: of every sequence, keys: of every sequence, no fewer.
         causal: whether the last query sees all keys and every earlier one a key less.
         rest: [M, H, P], the last part of the keys; None for P = 0.
-        shape: of the programs, for measurements; with a ``HopperFlash`` the Gluon kernel runs, for
-            what it takes.
+        shape: of the Triton kernel's programs; None: the best, or the Gluon kernel where it runs.
 
     Returns:
         [N, H, V] in the dtype of ``q``; softmax in float32.
@@ -70,9 +70,8 @@ def flash(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and {shared}, v {tuple(v.shape)}; "
             "rows must be contiguous and widths powers of two, at least 16"
         )
-    if isinstance(shape, HopperFlash):
-        sequences: Any = {"queries": queries, "keys": keys, "causal": causal}
-        return hopper_flash(q, k, v, scale, **sequences, rest=rest, shape=shape)
+    if shape is None and hopper_runs(q.device) and hopper_flash_takes(q, k, v, rest):
+        return hopper_flash(q, k, v, scale, queries=queries, keys=keys, causal=causal, rest=rest)
     out = torch.empty(rows, heads, value, dtype=q.dtype, device=q.device)
     if not rows:
         return out

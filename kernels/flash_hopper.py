@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,13 +24,6 @@ _WIDTHS = ((128, 0, 128), (128, 64, 128))
 
 _COPY_ALIGNMENT = 16
 """Bytes: of addresses and of the way from one row to the next, for the copy engine."""
-
-
-class HopperFlash(NamedTuple):
-    """Programs that stay, 0 for one per tile and head; whether the two groups take turns."""
-
-    programs: int
-    turns: bool
 
 
 def hopper_flash_takes(
@@ -59,10 +53,15 @@ def hopper_flash(
     keys: Packed,
     causal: bool,
     rest: torch.Tensor | None,
-    shape: HopperFlash,
+    programs: int | None = None,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """As :func:`k3vl.kernels.flash.flash`, of calls that :func:`hopper_flash_takes`.
+
+    A tile of queries of one head is computed alike whichever program takes it, so ``programs`` and
+    the items beside its own change no bit of it. None: one a multiprocessor, each taking every
+    so-manieth tile, where all tiles cost the same (equally long items, nothing causal); otherwise
+    one a tile, as the device then gives the next to whoever is free.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -74,10 +73,11 @@ def hopper_flash(
     count = tiles.shape[0] * heads
     if not count:
         return out
-    tail = k if rest is None else rest
-    flat = [_flat(x) for x in (q, q, k, tail, v)]
-    blocks = [[64, key], [64, shared or key], [KEYS, key], [KEYS, shared or key], [KEYS, value]]
-    strides = [x.stride(1) for x in (q, k, tail, v)]
+    both = rest is not None  # else nothing of what has to do with a second part is in the kernel
+    parts = (q, q if both else None, k, rest, v)
+    flat = [None if x is None else _flat(x) for x in parts]
+    blocks = [[64, key], [64, shared], [KEYS, key], [KEYS, shared], [KEYS, value]]
+    strides = [0 if x is None else x.stride(1) for x in (q, k, rest, v)]
     args = (tiles, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
     constants: dict[str, Any] = {
         "K": key,
@@ -85,11 +85,13 @@ def hopper_flash(
         "V": value,
         "BN": KEYS,
         "CAUSAL": causal,
-        "TURNS": shape.turns,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel
 
-    grid = (min(shape.programs or count, count),)
+    if programs is None:
+        alike = not causal and len(set(keys.lengths)) == 1
+        programs = _multiprocessors(q.device) if alike else count
+    grid = (min(programs, count),)
     if launch is not None:
         launch(kernel, grid, flat, blocks, *args, **constants)
         return out
@@ -98,11 +100,16 @@ def hopper_flash(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (
-        TensorDescriptor.from_tensor(x, block, layout)
+        None if x is None else TensorDescriptor.from_tensor(x, block, layout)
         for x, block in zip(flat, blocks, strict=True)
     )
     kernel[grid](*described, *args, **constants, num_warps=4)
     return out
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -111,12 +118,12 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(queries: Packed, keys: Packed, *, causal: bool, device: torch.device) -> torch.Tensor:
-    """The table of ``flash_hopper_kernel`` on the device; kept with the items it is of."""
-    key = ("flash_hopper", keys.lengths, causal)
-    if (table := queries.tables.get(key)) is None:
+    """The table of ``flash_hopper_kernel`` on the device; kept with the keys' items."""
+    key = ("flash_hopper", queries.lengths, causal)
+    if (table := keys.tables.get(key)) is None:
         rows = tile_rows(queries.lengths, keys.lengths, causal=causal)
         (table,) = upload(np.reshape(rows, (-1, 5)), device=device)
-        queries.tables[key] = table
+        keys.tables[key] = table
     return table
 
 

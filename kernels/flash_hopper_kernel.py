@@ -1,7 +1,7 @@
 """Softmax attention over packed sequences for compute capability 9.0, in Gluon.
 
 After FlashAttention 3: a warp copies tiles of keys and values, two groups of four warps hold 64
-queries each and take turns, so that one's softmax runs beside the other's products; within a group
+queries each, so that one's softmax runs beside the other's products; within a group
 the scores of a tile are computed beside the mixture of the tile before.
 
 A work item is a tile of queries of one head. ``tiles`` has a row of five numbers (int64) for each
@@ -127,8 +127,6 @@ def attend_side(
     used_q,
     used_first,
     used,
-    my_turn,
-    your_turn,
     out,
     scale,
     H,
@@ -140,7 +138,6 @@ def attend_side(
     V: gl.constexpr,
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """What four warps do with 64 queries of every work item."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -155,9 +152,6 @@ def attend_side(
     o_v = gl.arange(0, V, gl.SliceLayout(0, O))
     done = 0
     turn = 0
-    asked = 0
-    if TURNS and SIDE == 1:
-        mbarrier.arrive(your_turn.index(0), count=1)
     for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
         head, p_tile = work_item(tiles, i, M)
         first = gl.load(p_tile)
@@ -175,6 +169,7 @@ def attend_side(
             b_kp = m_kp.index(stage).permute((1, 0))
             s = warpgroup_mma(m_qp.index(SIDE), b_kp, s, is_async=True)
         s = warpgroup_mma_wait(0, [s])
+        meet()
         mbarrier.arrive(used_first.index(0), count=1)
         at = (blocks - 1) * BN
         visible = (at + o_n < seen)[None, :]
@@ -196,17 +191,12 @@ def attend_side(
             stage = done % STAGES
             phase = done // STAGES & 1
             mbarrier.wait(landed_k.index(stage), phase)
-            if TURNS:
-                mbarrier.wait(my_turn.index(0), asked & 1)
-                asked += 1
             b_k = m_k.index(stage).permute((1, 0))
             s = warpgroup_mma(m_q.index(SIDE), b_k, zero, use_acc=False, is_async=True)
             if P > 0:
                 b_kp = m_kp.index(stage).permute((1, 0))
                 s = warpgroup_mma(m_qp.index(SIDE), b_kp, s, is_async=True)
             product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
-            if TURNS:
-                mbarrier.arrive(your_turn.index(0), count=1)
             s = warpgroup_mma_wait(1, [s])
             if CAUSAL:
                 at = (blocks - 1 - j) * BN
@@ -222,6 +212,7 @@ def attend_side(
             # the end of the product beside it.
             mbarrier.wait(landed_v.index(stage), phase)
             mixed = warpgroup_mma_wait(0, [product])
+            meet()
             mbarrier.arrive(used.index(before), count=1)
             mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
             b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
@@ -229,6 +220,7 @@ def attend_side(
         last = done % STAGES
         product = warpgroup_mma(b_p, m_v.index(last), mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, [product])
+        meet()
         mbarrier.arrive(used.index(last), count=1)
         done += 1
         turn += 1
@@ -259,12 +251,12 @@ def flash_hopper_kernel(
     V: gl.constexpr,
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Programs take work items of 128 queries in turn; ``scale`` includes the logarithm's base.
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
-    the second part of queries and keys (P columns). ``s_qh`` and so on lie between two heads.
+    the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
+    between two heads.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Barriers that one group waits for or arrives at between two of its own are allocated apart:
@@ -275,13 +267,9 @@ def flash_hopper_kernel(
     used_q = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     used_first = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn_0 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    turn_1 = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(landed_q.index(0), count=1)
     mbarrier.init(used_q.index(0), count=2)
     mbarrier.init(used_first.index(0), count=2)
-    mbarrier.init(turn_0.index(0), count=1)
-    mbarrier.init(turn_1.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(landed_k.index(i), count=1)
         mbarrier.init(landed_v.index(i), count=1)
@@ -301,16 +289,14 @@ def flash_hopper_kernel(
                 attend_side,
                 (
                     tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
-                    used_first, used, turn_0, turn_1, out, scale, H, M, COUNT,
-                    0, K, P, V, BN, CAUSAL, TURNS,
+                    used_first, used, out, scale, H, M, COUNT, 0, K, P, V, BN, CAUSAL,
                 ),
             ),
             (
                 attend_side,
                 (
                     tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
-                    used_first, used, turn_1, turn_0, out, scale, H, M, COUNT,
-                    1, K, P, V, BN, CAUSAL, TURNS,
+                    used_first, used, out, scale, H, M, COUNT, 1, K, P, V, BN, CAUSAL,
                 ),
             ),
             (

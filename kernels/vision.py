@@ -64,14 +64,16 @@ def cpu_vision() -> VisionKernels:
 
 
 def triton_vision() -> VisionKernels:
-    """Triton kernels for CUDA devices; plain matrix products from PyTorch."""
+    """Triton and Gluon kernels for CUDA devices; matrix products from PyTorch."""
     from k3vl.kernels.pixels.gpu import normalise_pixels
+    from k3vl.kernels.rms_norm.gpu import rms_norm
     from k3vl.kernels.vision_attention.gpu import vision_attention
-    from k3vl.kernels.vision_pos.gpu import rotate
+    from k3vl.kernels.vision_block.gpu import VisionBlockGPU
+    from k3vl.kernels.vision_pos.gpu import rotate_in_place
 
     return VisionKernels(
         normalise_pixels=normalise_pixels,
         linear=linear,
         rms_norm=rms_norm,
-        block=ComposedVisionBlock(attention=vision_attention, rotate=rotate),
+        block=VisionBlockGPU(norm=rms_norm, rotate=rotate_in_place, attention=vision_attention),
     )

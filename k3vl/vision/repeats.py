@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[tuple[Grid, ...], torch.dtype]
 
 _MOST_PATCHES = 4096
-"""Of a batch that is recorded. K3's tower and projector are 756 launches, some 4 ms of the host
+"""Of a batch that is recorded. K3's tower and projector are 284 launches, some 4 ms of the host
 whatever the batch; an H200 computes as long on about 2,000 patches (0.9 GFLOP each; both estimated,
 ``benchmarks/vision_repeats.py`` measures). Twice that, because the thread that launches is the one
 that decodes: its 4 ms are everybody's. A patch costs 7 kB of every record that holds it, and some

@@ -16,9 +16,6 @@ def attn_residual(
     query: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    added: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> torch.Tensor:
     """Mix the rows of every token by attention over depth, then RMS-normalise the mixture.
 
@@ -30,9 +27,6 @@ def attn_residual(
         query: [D] float32, ``res_norm.weight * res_proj.weight`` (only the product matters).
         norm_weight: [D], the norm that follows the mixture.
         eps: of both norms.
-        added: [N, D] in the dtype of ``rows``: a sub-layer's output, which the last row takes in
-            first, in place; None: the rows stay as they are.
-        fresh: ``added`` begins the last row, whatever that held.
 
     Returns:
         [N, D] in the dtype of ``rows``; float32 inside.
@@ -42,8 +36,8 @@ def attn_residual(
 
     Source: Kimi K3 report, Block Attention Residuals; ``modeling_kimi_linear.py``.
     """
-    check_shapes(rows, query, norm_weight, added)
-    return attn_residual_reference(rows, query, norm_weight, eps, added, fresh=fresh)
+    check_shapes(rows, query, norm_weight)
+    return attn_residual_reference(rows, query, norm_weight, eps)
 
 
 class AttnResidualOp(Protocol):
@@ -55,28 +49,19 @@ class AttnResidualOp(Protocol):
         query: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
-        added: torch.Tensor | None = None,
-        *,
-        fresh: bool = False,
     ) -> torch.Tensor:
         """See :func:`attn_residual`."""
 
 
-def check_shapes(
-    rows: torch.Tensor,
-    query: torch.Tensor,
-    norm_weight: torch.Tensor,
-    added: torch.Tensor | None,
-) -> None:
+def check_shapes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> None:
     """Refuse what does not belong together; for every implementation of the op.
 
     Raises:
         ShapeError: with the shapes.
     """
     agree = rows.ndim == 3 and rows.shape[0] and rows.shape[-1:] == query.shape == norm_weight.shape
-    if not agree or (added is not None and added.shape != rows.shape[1:]):
+    if not agree:
         raise ShapeError(
             f"attn_residual: rows {tuple(rows.shape)}, query {tuple(query.shape)}, "
             f"norm_weight {tuple(norm_weight.shape)}"
-            + ("" if added is None else f", added {tuple(added.shape)}")
         )

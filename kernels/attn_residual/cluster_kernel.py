@@ -1,7 +1,7 @@
-"""The mixture of few tokens for compute capability 9.0, in Gluon: eight multiprocessors a token.
+"""The mixture of few tokens for compute capability 9.0, in Gluon: several multiprocessors a token.
 
 At few tokens one multiprocessor's own work on a token is all that counts: to fetch 129 KB and to
-multiply them. So a cluster of eight takes it, and they tell each other sums through their shared
+multiply them. So a cluster takes it, and they tell each other sums through their shared
 memory, twice: once for the scores, once for the norm.
 """
 # ruff: noqa: ANN001, ANN201
@@ -11,21 +11,22 @@ memory, twice: once for the scores, once for the norm.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-CLUSTER, WARPS, SLOTS = 8, 4, 16
-"""Multiprocessors of a token, warps of each; at most so many rows."""
+WARPS, SLOTS = 32, 16
+"""Warps of a token in all, on four or eight multiprocessors; at most so many rows."""
 
-_EVERYBODY = CLUSTER * WARPS * 32
+_EVERYBODY = WARPS * 32
+
+
+def _columns(multiprocessors: int) -> gl.BlockedLayout:
+    bases = [[2**i, 0, 0, 0] for i in range(multiprocessors.bit_length() - 1)]
+    warps = WARPS // multiprocessors
+    return gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [1, warps, 1, 1], [3, 2, 1, 0], bases)
+
+
 # Here, as Triton 3.6 cannot compare layouts with such bases that were made inside of a kernel.
-COLUMNS = gl.constexpr(
-    gl.BlockedLayout(
-        [1, 1, 1, 8],
-        [1, 1, 32, 1],
-        [1, WARPS, 1, 1],
-        [3, 2, 1, 0],
-        [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-    )
-)
-LANES = gl.constexpr(gl.SliceLayout(3, COLUMNS.value))
+COLUMNS_4, COLUMNS_8 = gl.constexpr(_columns(4)), gl.constexpr(_columns(8))
+LANES_4 = gl.constexpr(gl.SliceLayout(3, COLUMNS_4.value))
+LANES_8 = gl.constexpr(gl.SliceLayout(3, COLUMNS_8.value))
 
 
 def _open() -> str:
@@ -50,7 +51,7 @@ def _open() -> str:
     }}"""
 
 
-def _exchange(which: int) -> str:
+def _exchange(which: int, multiprocessors: int) -> str:
     """Every thread tells every multiprocessor a number; a lane adds what its like have told.
 
     In the order of multiprocessors and warps, so that all have the same sums, every time.
@@ -61,13 +62,13 @@ def _exchange(which: int) -> str:
     mapa.shared::cluster.u32 there, here, {peer};
     mapa.shared::cluster.u32 told, barrier, {peer};
     st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $2, [told];"""
-        for peer in range(CLUSTER)
+        for peer in range(multiprocessors)
     )
     add = "".join(
         f"""
     ld.shared::cta.f32 other, [here + {128 * warp}];
     add.rn.f32 $0, $0, other;"""
-        for warp in range(CLUSTER * WARPS)
+        for warp in range(WARPS)
     )
     met = "" if which else "barrier.cluster.wait.acquire.aligned;"
     return f"""{{
@@ -77,7 +78,7 @@ def _exchange(which: int) -> str:
     mov.u32 thread, %tid.x;
     mov.u32 rank, %cluster_ctarank;
     add.u32 barrier, $1, {barrier};
-    mad.lo.u32 here, rank, {4 * 32 * WARPS}, $1;
+    mad.lo.u32 here, rank, {4 * _EVERYBODY // multiprocessors}, $1;
     mad.lo.u32 here, thread, 4, here;
     add.u32 here, here, {begin};
     {met}{send}
@@ -127,7 +128,7 @@ def _fold(rows: int) -> str:
 
 
 OPEN = gl.constexpr(_open())
-FIRST, SECOND = gl.constexpr(_exchange(0)), gl.constexpr(_exchange(1))
+EXCHANGES = gl.constexpr(tuple(_exchange(which, size) for size in (4, 8) for which in (0, 1)))
 FOLD = gl.constexpr(tuple(_fold(rows) for rows in range(1, SLOTS + 1)))
 FROM_LANE = gl.constexpr(
     tuple(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;" for lane in range(SLOTS))
@@ -142,11 +143,15 @@ def open_room(o_l):
 
 
 @gluon.jit
-def exchange(room, x, WHICH: gl.constexpr):
+def exchange(room, x, WHICH: gl.constexpr, CLUSTER: gl.constexpr):
     """Sum of ``x`` [8, 4, 32] over multiprocessors and warps, in all of them."""
-    TEXT: gl.constexpr = SECOND if WHICH else FIRST
     return gl.inline_asm_elementwise(
-        TEXT, "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
+        EXCHANGES[CLUSTER // 8 * 2 + WHICH],
+        "=&f,r,f",
+        [room, x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -180,75 +185,80 @@ def other_half(x):
 
 
 @gluon.jit
+def join_chain(o_l):
+    """The next launch may begin; wait for those before this one (``dependent.py``)."""
+    return gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, $1;",
+        "=r,r",
+        [o_l],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def attn_residual_cluster_kernel(
     rows,
     query,
     norm,
-    added,
     out,
     s_row,
     s_token,
-    s_added,
     eps,
     D: gl.constexpr,
     R: gl.constexpr,
-    ADDED: gl.constexpr,
-    FRESH: gl.constexpr,
+    CLUSTER: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """One cluster mixes the R rows of one token, all of them in registers.
 
-    A tensor is [8, 4, 32, 8], of multiprocessors, warps, lanes, and columns of a lane; without the
-    last, a number in every thread.
+    A tensor is [8, 4, 32, 8], of multiprocessors (or 4 of them and 8), warps, lanes, and columns of
+    a lane; without the last, a number in every thread.
     """
-    PART: gl.constexpr = D // 8
+    COLUMNS: gl.constexpr = COLUMNS_8 if CLUSTER == 8 else COLUMNS_4
+    LANES: gl.constexpr = LANES_8 if CLUSTER == 8 else LANES_4
+    EACH: gl.constexpr = 32 // CLUSTER
+    PART: gl.constexpr = D // CLUSTER
     i_n = gl.program_id(0).to(gl.int64)
-    o_c = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
-    o_w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
+    o_c = gl.arange(0, CLUSTER, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
+    o_w = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
     o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))
     o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS))))
     within = o_c[:, None, None] * 0 + o_w[None, :, None] * 256 + o_l[None, None, :] * 8
     begin = within + o_c[:, None, None] * PART
     o_d = begin[:, :, :, None] + o_e[None, None, None, :]
     inside = (within < PART)[:, :, :, None] & (o_e < 8)[None, None, None, :]
+    if PDL:
+        within = join_chain(within)
     room = open_room(within)
     b_query = gl.load(query + o_d, mask=inside, other=0.0)
     p_x = rows + i_n * s_token + o_d
     x = ()
-    for _ in gl.static_range(R - 1):
+    for _ in gl.static_range(R):
         x = x + (gl.load(p_x, mask=inside, other=0.0),)  # noqa: RUF005
         p_x = p_x + s_row
-    if ADDED:
-        last = gl.load(added + i_n * s_added + o_d, mask=inside, other=0.0)
-        if not FRESH:
-            before = gl.load(p_x, mask=inside, other=0.0)
-    else:
-        last = gl.load(p_x, mask=inside, other=0.0)
     b_norm = gl.load(norm + o_d, mask=inside, other=0.0).to(gl.float32)
-    if ADDED:
-        if not FRESH:
-            last = (before.to(gl.float32) + last.to(gl.float32)).to(rows.dtype.element_ty)
-        gl.store(p_x, last, mask=inside)
-    x = x + (last,)  # noqa: RUF005
     products = ()
     squares = ()
     for r in gl.static_range(R):
         b_x = x[r].to(gl.float32)
         products = products + (gl.sum(b_x * b_query, 3),)  # noqa: RUF005
         squares = squares + (gl.sum(b_x * b_x, 3),)  # noqa: RUF005
-    sums = exchange(room, fold(products + squares, R), 0)
+    sums = exchange(room, fold(products + squares, R), 0, CLUSTER)
     # Lanes below 16 have a product, the others the square that goes with it.
     score = sums * gl.rsqrt(other_half(sums) / D + eps)
     highest = from_lane(score, 0)
     for r in gl.static_range(1, R):
         highest = gl.maximum(highest, from_lane(score, r))
     total = gl.zeros_like(highest)
-    mixed = gl.zeros([8, 4, 32, 8], gl.float32, COLUMNS)
+    mixed = gl.zeros([CLUSTER, EACH, 32, 8], gl.float32, COLUMNS)
     for r in gl.static_range(R):
         weight = gl.exp2((from_lane(score, r) - highest) * 1.4426950408889634)
         total += weight
         mixed += weight[:, :, :, None] * x[r].to(gl.float32)
     mixed *= (1.0 / total)[:, :, :, None]
-    square = gl.sum(exchange(room, gl.sum(mixed * mixed, 3), 1), 2)
+    square = gl.sum(exchange(room, gl.sum(mixed * mixed, 3), 1, CLUSTER), 2)
     scale = gl.rsqrt(square / D + eps)
     y = mixed * scale[:, :, None, None] * b_norm
     gl.store(out + i_n * D + o_d, y.to(out.dtype.element_ty), mask=inside)

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from k3vl.kernels.attn_residual import check_shapes
-from k3vl.kernels.attn_residual.reference import take_in
 from k3vl.kernels.compiled import address, compiled, dot, exp, floats
 from k3vl.kernels.rms_norm.cpu import normalise
 
@@ -16,13 +15,9 @@ def attn_residual_cpu(
     query: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    added: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`."""
-    check_shapes(rows, query, norm_weight, added)
-    take_in(rows, added, fresh=fresh)
+    check_shapes(rows, query, norm_weight)
     depth, tokens, width = rows.shape
     out = torch.empty(tokens, width)
     _attn_residual(

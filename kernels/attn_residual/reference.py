@@ -6,27 +6,13 @@ import torch
 from torch.nn import functional as F
 
 
-def take_in(rows: torch.Tensor, added: torch.Tensor | None, *, fresh: bool) -> None:
-    """Add a sub-layer's output to the last row, or begin the row with it."""
-    if added is None:
-        return
-    if fresh:
-        rows[-1] = added
-    else:
-        rows[-1].add_(added)
-
-
 def attn_residual_reference(
     rows: torch.Tensor,
     query: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    added: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`."""
-    take_in(rows, added, fresh=fresh)
     if rows.shape[0] == 1:  # a softmax over one row
         mixed = rows[0].float()
     else:

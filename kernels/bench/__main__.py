@@ -19,7 +19,6 @@ import torch
 
 from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.attention_cases import (
-    attn_residual_add_cases,
     attn_residual_cases,
     mla_around_cases,
     mla_decode_cases,
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "kda_decode": decode_cases,
     "attn_residual": attn_residual_cases,
-    "attn_residual_add": attn_residual_add_cases,
     "kda_prefill": prefill_cases,
     "kda_prefill_parts": prefill_part_cases,
     "mla_decode": mla_decode_cases,

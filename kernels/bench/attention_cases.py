@@ -6,16 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import scaled_dot_product_attention
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
+from k3vl.kernels.attn_residual.hopper import ClusterShape
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
-from k3vl.kernels.bench.case import Case, Peer, Work, normal
+from k3vl.kernels.bench.case import Case, Peer, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
 from k3vl.kernels.flash import FlashShape
-from k3vl.kernels.flash_hopper import HopperFlash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -33,12 +33,10 @@ from k3vl.kernels.mla.reference import (
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
-from k3vl.kernels.rms_norm.gpu import NormShape, add_rms_norm, rms_norm
-from k3vl.kernels.rms_norm.library import rms_norm_library
+from k3vl.kernels.rms_norm.gpu import NormShape, rms_norm
 from k3vl.kernels.rms_norm.reference import rms_norm_reference
 from k3vl.kernels.vision_attention.gpu import vision_attention
 from k3vl.kernels.vision_attention.grouped import vision_attention_grouped
-from k3vl.kernels.vision_attention.library import vision_attention_library
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos import rotate as rotate_reference
@@ -48,16 +46,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _SCALE = 192**-0.5
-HOPPER_SHAPES = tuple(
-    HopperFlash(programs, turns) for programs in (0, 132) for turns in (True, False)
-)
+TRITON_SHAPE = FlashShape(128, 64, 8, 3)
+"""The fastest of the Triton kernel, which runs where the one in Gluon does not."""
 
 
 def attn_residual_cases() -> Iterator[Case]:
     """Nine rows of 7168, the most that K3 mixes."""
     depth, width = 9, 7168
     mixed = torch.compile(attn_residual_reference, dynamic=False)
-    for tokens in (1, 8, 32, 2048, 8192):
+    for tokens in (1, 8, 32, 128, 2048, 8192):
         rows = normal(depth, tokens, width)
         query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
         run = partial(attn_residual, rows, query, norm, 1e-5)
@@ -80,83 +77,16 @@ def attn_residual_cases() -> Iterator[Case]:
 
 
 def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
-    """Other launches: where few tokens leave the device empty, and where they fill it."""
-    if tokens <= 128:
-        return {
-            "a cluster a token": {"cluster": True},
-            "all rows on their way at once, 8 warps": {"stages": 9},
-            "all rows on their way at once, 16 warps": {"stages": 9, "warps": 16},
+    """Other launches where few tokens leave the device empty."""
+    if tokens > 128:
+        return {}
+    ways: dict[str, dict[str, Any]] = {
+        f"a token on {shape.multiprocessors} multiprocessors, {shape.warps} warps": {
+            "cluster": shape
         }
-    past = {"hints": (".cg", "")}
-    return {
-        "rows past L1": past,
-        "rows past L1, result streamed": {"hints": (".cg", ".cs")},
-        "rows past L1, 8 warps": {**past, "warps": 8},
-        "rows past L1, 3 stages": {**past, "stages": 3},
-        "rows past L1, 4 stages": {**past, "stages": 4},
-        "rows past L1, 4 stages, 8 warps of 128 registers": {
-            **past, "stages": 4, "warps": 8, "registers": 128,
-        },
-        "rows past L1, 6 stages, 8 warps of 128 registers": {
-            **past, "stages": 6, "warps": 8, "registers": 128,
-        },
-        "4 stages": {"stages": 4},
-        "a cluster a token": {"cluster": True},
-    }  # fmt: skip
-
-
-def attn_residual_add_cases() -> Iterator[Case]:
-    """The same behind a sub-layer: its output is added to the last row before."""
-    depth, width = 9, 7168
-    for tokens in (1, 8, 32, 8192):
-        rows, added = normal(depth, tokens, width), normal(tokens, width)
-        query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
-
-        def call(
-            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
-            added: torch.Tensor = added, **how: Any,
-        ) -> torch.Tensor:  # fmt: skip
-            return attn_residual(rows, query, norm, 1e-5, added, **how)
-
-        def apart(
-            rows: torch.Tensor, query: torch.Tensor = query, norm: torch.Tensor = norm,
-            added: torch.Tensor = added,
-        ) -> torch.Tensor:  # fmt: skip
-            rows[-1].add_(added)
-            return attn_residual(rows, query, norm, 1e-5)
-
-        first = rows.clone()
-
-        def want(
-            rows: torch.Tensor = first, query: torch.Tensor = query, norm: torch.Tensor = norm,
-            added: torch.Tensor = added,
-        ) -> torch.Tensor:  # fmt: skip
-            last = rows[-1:] + added
-            rows = torch.cat([rows[:-1], last]).float()
-            return attn_residual_reference(rows, query, norm.float(), 1e-5)
-
-        ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "added by PyTorch before": apart,
-            **{name: partial(call, **how) for name, how in _residual_ways(tokens).items()},
-        }
-        yield Case(
-            op="attn_residual_add",
-            shape=f"T{tokens} R{depth} D{width}",
-            ours=partial(_on_copy, call, first),
-            timed=partial(call, rows),
-            want=want,
-            limit=8e-3,
-            bytes=tokens * width * 2 * (depth + 3),
-            flops=tokens * width * depth * 8,
-            variants={
-                name: Peer(partial(Work, partial(way, rows), partial(_on_copy, way, first)))
-                for name, way in ways.items()
-            },
-        )
-
-
-def _on_copy(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    return way(rows.clone())
+        for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
+    }
+    return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
@@ -317,7 +247,7 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={str(shape): partial(run, shape=shape) for shape in HOPPER_SHAPES},
+            variants={"in Triton": partial(run, shape=TRITON_SHAPE)},
             compared=True,
             peers=peers,
         )
@@ -338,17 +268,6 @@ def vision_cases() -> Iterator[Case]:
         q, k, v = qkv.split(heads, 1)
         items = Packed.of(lengths, q.device)
         run = partial(vision_attention, q, k, v, items)
-        library = partial(vision_attention_library, q, k, v, items)
-        variants = {
-            f"{shape.queries} queries, {shape.keys} keys, {shape.warps} warps, "
-            f"{shape.stages} stages": partial(run, shape=shape)
-            for shape in (FlashShape(128, 64, 8, 3), FlashShape(64, 32, 4, 4))
-        }
-        variants |= {str(shape): partial(run, shape=shape) for shape in HOPPER_SHAPES}
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            variants[f"torch, {backend.name}"] = partial(library, backends=[backend])
-        variants["torch, its own choice"] = partial(library, backends=None)
-        variants["torch, cuDNN, an item a call"] = partial(library, together=False)
         yield Case(
             op="vision_attention",
             shape=f"{name} patches H12 K128",
@@ -357,7 +276,7 @@ def vision_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=4 * total * heads * 256,
             flops=4 * heads * 128 * sum(n * n for n in lengths),
-            variants=variants,
+            variants={"in Triton": partial(run, shape=FlashShape(64, 64, 4, 3))},
             compared=True,
             peers={
                 "PyTorch scaled_dot_product_attention, equal items together": partial(
@@ -396,7 +315,7 @@ def small_vision_cases() -> Iterator[Case]:
         },
         peers={"PyTorch complex product": partial(rotate_reference, x, table)},
     )
-    rows, delta, weight = normal(5476, 1024), normal(5476, 1024), normal(1024).abs()
+    rows, weight = normal(5476, 1024), normal(1024).abs()
     yield Case(
         op="rms_norm",
         shape="5476 patches of 1024",
@@ -406,14 +325,13 @@ def small_vision_cases() -> Iterator[Case]:
         bytes=4 * rows.numel(),
         flops=4 * rows.numel(),
         variants={
-            "behind a sum": lambda: add_rms_norm(rows, delta, weight, 1e-6)[1],
-            **{
-                f"{r} rows, {w} warps": partial(rms_norm, rows, weight, 1e-6, shape=NormShape(r, w))
-                for r, w in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 8), (8, 8))
-            },
+            f"{r} rows, {w} warps": partial(rms_norm, rows, weight, 1e-6, shape=NormShape(r, w))
+            for r, w in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 8), (8, 8))
         },
         peers={
-            "PyTorch in the dtype of the rows": partial(rms_norm_library, rows, weight, 1e-6),
+            "PyTorch in the dtype of the rows": partial(
+                torch_rms_norm, rows, weight.shape, weight, 1e-6
+            ),
             "PyTorch by way of float32": partial(rms_norm_reference, rows, weight, 1e-6),
         },
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,26 +10,18 @@ import torch
 
 from k3vl.config import MediaConfig, VisionConfig, parse_config
 from k3vl.kernels.bench import sglang_tower
-from k3vl.kernels.bench.case import Case, normal
-from k3vl.kernels.flash_hopper import HopperFlash
-from k3vl.kernels.rms_norm.gpu import add_rms_norm, rms_norm
-from k3vl.kernels.rms_norm.library import rms_norm_library
+from k3vl.kernels.bench.case import Case, Peer, Work, normal
+from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.vision import REFERENCE, triton_vision
-from k3vl.kernels.vision_attention.gpu import vision_attention
-from k3vl.kernels.vision_attention.library import vision_attention_library
-from k3vl.kernels.vision_block import ComposedVisionBlock
-from k3vl.kernels.vision_block.gpu import VisionBlockGPU
-from k3vl.kernels.vision_pos.gpu import rotate, rotate_in_place
 from k3vl.synthetic import slice_config
 from k3vl.vision.projector import PatchMerger
 from k3vl.vision.tower import Grid, VisionTower
 from k3vl.vision.weights import placements
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from k3vl.kernels.vision import VisionKernels
-    from k3vl.kernels.vision_block import VisionBlockOp
 
 _LIMIT = 5e-2
 """27 layers in bfloat16, each rounding what goes from layer to layer, against float32."""
@@ -43,7 +35,6 @@ def tower_cases() -> Iterator[Case]:
     for tensor in tensors.values():
         _draw(tensor)
     theirs = sglang_tower.built_once(content, tensors)
-    others = {name: _sharing(config, kernels, tensors) for name, kernels in variants().items()}
     for name, grids in (("1024x1024", [(1, 74, 74)]), ("16 of 448x448", [(1, 32, 32)] * 16)):
         lengths = [frames * rows * columns for frames, rows, columns in grids]
         patches = normal(sum(lengths), 3, config.patch_size, config.patch_size)
@@ -56,52 +47,35 @@ def tower_cases() -> Iterator[Case]:
             bytes=sum(t.nbytes for t in tensors.values()) + patches.nbytes
             + sum(lengths) // 4 * config.text_hidden_size * 2,
             flops=_flops(config, lengths),
-            variants={name: partial(other, patches, grids) for name, other in others.items()},
+            variants={"recorded": Peer(partial(_recorded, encode, patches, grids))},
             compared=True,
             peers=sglang_tower.tower_peers(patches, grids, theirs),
         )  # fmt: skip
 
 
-def variants() -> dict[str, VisionKernels]:
-    """Other ways through a block."""
-    library = vision_attention_library
-    fused = VisionBlockGPU(norm=rms_norm, rotate=rotate_in_place, attention=library)
-    blocks: dict[str, VisionBlockOp] = {
-        "as it was": ComposedVisionBlock(attention=vision_attention, rotate=rotate),
-        "as it was, cuDNN": ComposedVisionBlock(attention=library, rotate=rotate),
-        "fused, Triton attention": replace(fused, attention=vision_attention),
-        "fused, Gluon attention": replace(
-            fused, attention=partial(vision_attention, shape=HopperFlash(132, turns=True))
-        ),
-        "fused, cuDNN": fused,
-        "fused, cuDNN, an item a call": replace(fused, attention=partial(library, together=False)),
-        "fused, torch's choice": replace(fused, attention=partial(library, backends=None)),
-        "fused, cuDNN, torch's norm": replace(fused, norm=rms_norm_library),
-        "fused, cuDNN, sum in the norm": replace(fused, add_norm=add_rms_norm),
-        "fused, cuDNN, sums apart": replace(fused, add_in_product=False),
-        "fused, cuDNN, GELU apart": replace(fused, gelu_in_product=False),
-    }
-    base = triton_vision()
-    return {
-        name: replace(base, block=block, rms_norm=rms_norm if "fused" in name else base.rms_norm)
-        for name, block in blocks.items()
-    }
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Tower and projector."""
+
+    tower: VisionTower
+    projector: PatchMerger
+
+    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """[P, 3, 14, 14] to [M, D]."""
+        return self.projector(self.tower(patches, grids))
 
 
-def _sharing(
-    config: VisionConfig, kernels: VisionKernels, tensors: Mapping[str, torch.Tensor]
-) -> Callable[[torch.Tensor, Sequence[Grid]], torch.Tensor]:
-    """An encoder with the weights of another, not copies of them."""
-    encode, places = build(config, kernels, torch.bfloat16)
-    for name, place in places.items():
-        place.data = tensors[name]
-    return encode
+def _recorded(encode: Encoder, patches: torch.Tensor, grids: Sequence[Grid]) -> Work:
+    """As it is served when grids come again: one graph."""
+    plan = encode.tower.plan(grids)
+    step = GraphRunner().make(lambda: encode.projector(encode.tower.run(patches, plan)))
+    return Work(step, step)
 
 
 def build(
     config: VisionConfig, kernels: VisionKernels, dtype: torch.dtype, device: str = "cuda"
-) -> tuple[Callable[[torch.Tensor, Sequence[Grid]], torch.Tensor], dict[str, torch.Tensor]]:
-    """The encoder, [P, 3, 14, 14] to [M, D], and its weights by their names; not yet filled."""
+) -> tuple[Encoder, dict[str, torch.Tensor]]:
+    """The encoder and its weights by their names; not yet filled."""
     media = MediaConfig(
         patch_size=config.patch_size,
         merge_kernel_size=2,
@@ -113,10 +87,8 @@ def build(
     tower.requires_grad_(requires_grad=False)
     projector.requires_grad_(requires_grad=False)
 
-    def encode(patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        return projector(tower(patches, grids))
-
-    return encode, {name: place.target for name, place in placements(tower, projector).items()}
+    places = placements(tower, projector)
+    return Encoder(tower, projector), {name: place.target for name, place in places.items()}
 
 
 def _draw(tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,7 @@ import triton
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.flash import FlashShape, flash
+from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.mla import check_absorb, check_gate, check_prefill, check_store, check_values
 from k3vl.kernels.mla.decode_kernels import (
     mla_absorb_kernel,
@@ -26,13 +27,9 @@ from k3vl.kernels.mla.hopper import (
     TILE,
     HopperShape,
     hopper_parts,
-    hopper_runs,
     hopper_takes,
 )
 from k3vl.kernels.packed import Packed
-
-if TYPE_CHECKING:
-    from k3vl.kernels.flash_hopper import HopperFlash
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
@@ -58,7 +55,7 @@ def mla_prefill(
     scale: float,
     shared: torch.Tensor | None = None,
     *,
-    shape: FlashShape | HopperFlash | None = None,
+    shape: FlashShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill`."""
     check_prefill(q, k, v, shared)
@@ -75,7 +72,7 @@ def mla_prefill_packed(
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
     shared: torch.Tensor | None = None,
-    shape: FlashShape | HopperFlash | None = None,
+    shape: FlashShape | None = None,
 ) -> torch.Tensor:
     """Attend causally in several packed sequences, each behind a cached prefix or none.
 
@@ -120,7 +117,7 @@ def mla_prefill_latent(
     scale: float,
     borders: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
-    shape: FlashShape | HopperFlash | None = None,
+    shape: FlashShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_prefill_latent`."""
     if q.shape[-1] != context.shape[-1] or q.shape[0] > context.shape[0]:

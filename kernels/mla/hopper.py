@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,20 +21,6 @@ class HopperShape(NamedTuple):
     """Parts of a context."""
 
     splits: int
-
-
-@lru_cache
-def hopper_runs(device: torch.device) -> bool:
-    """Whether a device has what the kernel is made of, and Triton the Gluon it is written in.
-
-    Warp groups got their present form in Triton 3.6; in the interpreter Gluon does not run.
-    """
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)
-        and not triton.knobs.runtime.interpret
-    )
 
 
 def hopper_takes(

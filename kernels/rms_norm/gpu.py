@@ -23,59 +23,29 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, shape: NormShape | None = None
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.rms_norm.rms_norm`."""
-    return _launch(x, None, weight, eps, shape)[1]
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    shape: NormShape | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of [..., D] ``x`` and ``delta`` in their dtype, and its norm."""
-    return _launch(x, delta, weight, eps, shape)
-
-
-def _launch(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    shape: NormShape | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum, or ``x`` itself, and the norm."""
-    if x.shape[-1:] != weight.shape or (delta is not None and delta.shape != x.shape):
-        other = "" if delta is None else f", delta {tuple(delta.shape)}"
-        raise ShapeError(f"rms_norm: x {tuple(x.shape)}{other} and weight {tuple(weight.shape)}")
+    if x.shape[-1:] != weight.shape:
+        raise ShapeError(f"rms_norm: x {tuple(x.shape)} and weight {tuple(weight.shape)}")
     width = weight.shape[0]
     rows = _rows(x, width)
-    added = rows if delta is None else _rows(delta, width)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     layout = shape or (NormShape(4, 4) if width <= 2048 else NormShape(1, 8))
     early = begins_early(x)
     if rows.shape[0]:
         rms_norm_kernel[(triton.cdiv(rows.shape[0], layout.rows),)](
             rows,
-            added,
             weight,
-            total,
             out,
             rows.shape[0],
             rows.stride(0),
-            added.stride(0),
             eps,
             D=width,
             BD=triton.next_power_of_2(width),
             BR=layout.rows,
-            ADDS=delta is not None,
             PDL=early,
             num_warps=layout.warps,
             launch_pdl=early,
         )
-    return total, out
+    return out
 
 
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:

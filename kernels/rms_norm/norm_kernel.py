@@ -1,4 +1,4 @@
-"""RMSNorm of whole rows as one Triton kernel, with or without a sum before it."""
+"""RMSNorm of whole rows as one Triton kernel."""
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -10,10 +10,10 @@ from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 
 @triton.jit
 def rms_norm_kernel(
-    x, delta, weight, total, out, rows, s_x, s_delta, eps, D: tl.constexpr, BD: tl.constexpr,
-    BR: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
+    x, weight, out, rows, s_x, eps, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of ``x``, or of ``x + delta``, which is then kept in ``total`` as it is rounded."""
+    """BR rows of ``x``."""
     let_next_begin(PDL)
     wait_for_inputs(PDL)
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -21,10 +21,6 @@ def rms_norm_kernel(
     live = (o_r < rows)[:, None] & (o_d < D)[None, :]
     row = o_r.to(tl.int64)[:, None]
     b_x = tl.load(x + row * s_x + o_d[None, :], mask=live, other=0.0)
-    if ADDS:
-        b_delta = tl.load(delta + row * s_delta + o_d[None, :], mask=live, other=0.0)
-        b_x = (b_x.to(tl.float32) + b_delta.to(tl.float32)).to(b_x.dtype)
-        tl.store(total + row * D + o_d[None, :], b_x, mask=live)
     b_w = tl.load(weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_x = b_x.to(tl.float32)
     by = 1 / tl.sqrt_rn(tl.sum(b_x * b_x, 1) / D + eps)

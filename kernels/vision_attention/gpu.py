@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
-from k3vl.kernels.flash import FlashShape, flash
+from k3vl.kernels.flash import flash
 
 if TYPE_CHECKING:
     import torch
 
-    from k3vl.kernels.flash_hopper import HopperFlash
+    from k3vl.kernels.flash import FlashShape
     from k3vl.kernels.packed import Packed
 
 
@@ -20,7 +20,7 @@ def vision_attention(
     v: torch.Tensor,
     items: Packed,
     *,
-    shape: FlashShape | HopperFlash | None = None,
+    shape: FlashShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
     lengths = items.lengths

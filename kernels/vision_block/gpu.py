@@ -29,21 +29,11 @@ class VisionBlockGPU:
         norm: RMSNorm.
         rotate: turns queries and keys where they lie.
         attention: :mod:`k3vl.kernels.vision_attention`.
-        gelu_in_product, add_in_product: False for launches of their own, for measurements.
-        add_norm: a sum and its norm in one launch, instead of the sum in the product before.
     """
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, torch.Tensor], None]
     attention: VisionAttention
-    gelu_in_product: bool = True
-    add_in_product: bool = True
-    add_norm: (
-        Callable[
-            [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
-        ]
-        | None
-    ) = None
     _zeros: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = field(
         default_factory=dict, repr=False
     )
@@ -63,24 +53,13 @@ class VisionBlockGPU:
         self.rotate(heads[:, : 2 * w.heads], rotary)
         q, k, v = heads.split(w.heads, 1)
         mixed = self.attention(q, k, v, items).flatten(1)
-        if self.add_norm is None:
-            x = self._add_product(x, mixed, w.out)
-            normed = self.norm(x, w.mlp_norm, w.eps)
-        else:
-            x, normed = self.add_norm(x, F.linear(mixed, w.out), w.mlp_norm, w.eps)
-        return self._add_product(x, self._up(normed, w.up), w.down)
-
-    def _add_product(
-        self, x: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """``x`` + inputs weight^T, rounded once, in the memory of ``x``."""
-        if self.add_in_product:
-            return x.addmm_(inputs, weight.t())
-        return x + F.linear(inputs, weight)
+        x = x.addmm_(mixed, w.out.t())  # rounded once, in the memory of x
+        hidden = self._up(self.norm(x, w.mlp_norm, w.eps), w.up)
+        return x.addmm_(hidden, w.down.t())
 
     def _up(self, normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The inner activations; GELU of the product before it is rounded."""
-        if self.gelu_in_product and normed.is_cuda:  # on a CPU torch's is the exact GELU
+        if normed.is_cuda:  # on a CPU torch's is the exact GELU
             key = weight.shape[0], weight.dtype, weight.device
             if (bias := self._zeros.get(key)) is None:  # the product has GELU behind a bias only
                 bias = self._zeros[key] = torch.zeros(key[0], dtype=key[1], device=key[2])

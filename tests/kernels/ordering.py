@@ -108,8 +108,10 @@ class Cell:
         """A copy into it begins, by the first warp; returns what its end tells."""
         self._unread("copy")
         self._fenced("copy")
-        before = self.writes | self.reads | self.product_reads
-        self._check("copy", before, group.clocks[group.first])
+        read = self.reads | self.product_reads
+        # Whoever has read what a copy wrote had waited for it, so that its end comes before theirs.
+        written = {name: t for name, t in self.writes.items() if not (read and name[:4] == COPY)}
+        self._check("copy", read | Counter(written), group.clocks[group.first])
         told: Clock = Counter({f"{COPY} {next(_copies)}": 1})
         self._written(told)
         return told

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3vl.kernels.attn_residual.hopper import cluster_mix, cluster_takes
-from k3vl.kernels.attn_residual.reference import take_in
+from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_mix, cluster_takes
 from tests.kernels.ptx_on_cpu import Cluster
 
 NAN = float("nan")
 
 
-def exchange(_room: None, x: torch.Tensor, _which: int) -> torch.Tensor:
+def exchange(_room: None, x: torch.Tensor, _which: int, _cluster: int) -> torch.Tensor:
     return x.sum((0, 1), keepdim=True).expand(x.shape)
 
 
@@ -25,6 +24,7 @@ def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
 
 STAND_INS = {
     "open_room": lambda _: None,
+    "join_chain": lambda x: x,
     "exchange": exchange,
     "fold": fold,
     "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
@@ -49,29 +49,24 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
 
     tokens = 2
     query, norm = torch.randn(width) / 4, (torch.rand(width) + 0.5).to(dtype)
-    for added, fresh in ((False, False), (True, False), (True, True)):
-        rows = torch.full((depth, tokens, width + 8), NAN).to(dtype)[..., :width]
-        rows.copy_(torch.randn(depth, tokens, width))
-        y = torch.randn(tokens, width + 16).to(dtype)[:, :width] if added else None
-        taken = rows.clone()
-        take_in(taken, y, fresh=fresh)
-        if fresh:
-            rows[-1] = NAN
+    rows = torch.full((depth, tokens, width + 8), NAN).to(dtype)[..., :width]
+    rows.copy_(torch.randn(depth, tokens, width))
+    assert cluster_takes(rows, query, norm) is (dtype == torch.bfloat16)
+    want = exactly(rows.double(), query.double(), norm.double())
+    for shape, early in ((ClusterShape(8, 4), False), (ClusterShape(4, 8), True)):
         out = torch.full((tokens, width), NAN).to(dtype)
-        assert cluster_takes(rows, query, norm, y)
-        cluster_mix(rows, query, norm, 1e-5, y, fresh, out, launch=on_cpu)
-        assert torch.equal(rows, taken)
-        want = exactly(taken.double(), query.double(), norm.double())
+        cluster_mix(rows, query, norm, 1e-5, out, shape, early=early, launch=on_cpu)
         assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
 
 
 def test_what_the_kernel_does_not_take() -> None:
     rows, w = torch.zeros(9, 2, 256).bfloat16(), torch.zeros(256)
-    assert cluster_takes(rows, w, w, rows[0])
-    assert not cluster_takes(rows[..., :250], w[:250], w[:250], None)
-    assert not cluster_takes(torch.zeros(9, 2, 260).bfloat16()[..., :256], w, w, None), "520 bytes"
-    assert not cluster_takes(rows, w, w, torch.zeros(2, 260).bfloat16()[:, 4:]), "8 bytes off"
-    assert not cluster_takes(torch.zeros(17, 2, 256), w, w, None)
+    assert cluster_takes(rows, w, w)
+    assert not cluster_takes(rows.float(), w, w), "float32"
+    assert not cluster_takes(rows[..., :250], w[:250], w[:250])
+    assert not cluster_takes(torch.zeros(9, 2, 260).bfloat16()[..., :256], w, w), "520 bytes"
+    assert not cluster_takes(torch.zeros(9, 2, 264).bfloat16()[..., 4:260], w, w), "8 bytes off"
+    assert not cluster_takes(torch.zeros(17, 2, 256).bfloat16(), w, w), "17 rows"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16])
@@ -86,15 +81,16 @@ def test_fold_brings_every_sum_to_its_lane(rows: int) -> None:
             assert got[lane] == (sum(numbers[first + i]) if i < rows else 0)
 
 
-def test_exchanges_give_all_threads_the_sums_of_their_lanes() -> None:
+@pytest.mark.parametrize("multiprocessors", [4, 8])
+def test_exchanges_give_all_threads_the_sums_of_their_lanes(multiprocessors: int) -> None:
     """Twice, behind barriers of their own; nobody waits for bytes that do not come."""
     pytest.importorskip("triton.experimental.gluon")
-    from k3vl.kernels.attn_residual.cluster_kernel import FIRST, FROM_LANE, OPEN, SECOND
+    from k3vl.kernels.attn_residual.cluster_kernel import EXCHANGES, FROM_LANE, OPEN
 
-    cluster = Cluster(8, 128)
+    cluster = Cluster(multiprocessors, 1024 // multiprocessors)
     room = cluster.run(OPEN.value, [0] * 1024)
-    for text in (FIRST, SECOND):
+    for text in EXCHANGES.value[multiprocessors // 8 * 2 :][:2]:
         x = [float(i) for i in torch.randint(0, 100, (1024,))]
-        sums = cluster.run(text.value, room, x)
+        sums = cluster.run(text, room, x)
         assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
     assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024

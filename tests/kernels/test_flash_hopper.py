@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import re
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,26 +14,25 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from k3vl.kernels.flash_hopper import (
-    HopperFlash,
-    hopper_flash,
-    hopper_flash_takes,
-    tile_rows,
-)
+from k3vl.kernels import flash_hopper_kernel
+from k3vl.kernels.flash_hopper import hopper_flash, hopper_flash_takes, tile_rows
 from k3vl.kernels.packed import Packed
 from tests.kernels.gluon_on_cpu import Descriptor, launch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 CPU = torch.device("cpu")
 NAN = float("nan")
 HEADS = 2
 
 
-def on_cpu(kernel, grid, matrices, blocks, *args, **constants) -> None:
-    described = [Descriptor(x, tuple(b)) for x, b in zip(matrices, blocks, strict=True)]
-    launch(kernel, grid, *described, *args, **constants)
+def on_cpu(kernel, grid, matrices, blocks, *args, ordered: bool = False, **constants) -> None:
+    described = [
+        None if x is None else Descriptor(x, tuple(b))
+        for x, b in zip(matrices, blocks, strict=True)
+    ]
+    launch(kernel, grid, *described, *args, ordered=ordered, **constants)
 
 
 def rows_of(count: int, *shape: int) -> torch.Tensor:
@@ -60,8 +63,8 @@ def reference(
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("shape", [HopperFlash(0, turns=True), HopperFlash(3, turns=False)])
-def test_items_see_themselves(shape: HopperFlash) -> None:
+def test_items_see_themselves() -> None:
+    """Whichever program takes a tile, its bits are the same."""
     torch.manual_seed(1)
     random.seed(1)
     lengths = (1, 64, 65, 128, 129, 300, 520)
@@ -70,10 +73,12 @@ def test_items_see_themselves(shape: HopperFlash) -> None:
     q, k, v = qkv.split(HEADS, 1)
     assert hopper_flash_takes(q, k, v, None)
     want = reference(q, k, v, lengths, lengths, causal=False)
-    got = hopper_flash(
-        q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None, shape=shape,
+    attend = partial(
+        hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None,
         launch=on_cpu,
     )  # fmt: skip
+    got = attend()
+    assert torch.equal(attend(programs=3), got)
     for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
         assert (a.double() - b).norm() < 5e-3 * b.norm(), length
 
@@ -87,7 +92,7 @@ def test_an_item_is_not_touched_by_its_neighbours() -> None:
         items = Packed.of(own, CPU)
         return hopper_flash(
             q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None,
-            shape=HopperFlash(2, turns=True), launch=on_cpu,
+            programs=2, launch=on_cpu,
         )  # fmt: skip
 
     q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
@@ -101,8 +106,7 @@ def test_an_item_is_not_touched_by_its_neighbours() -> None:
     assert torch.equal(together[2], alone[2])
 
 
-@pytest.mark.parametrize("shape", [HopperFlash(0, turns=False), HopperFlash(2, turns=True)])
-def test_queries_see_what_is_before_them(shape: HopperFlash) -> None:
+def test_queries_see_what_is_before_them() -> None:
     """Keys in two parts, the second one's own or shared by the heads; prefixes; odd lengths."""
     torch.manual_seed(3)
     random.seed(3)
@@ -115,12 +119,66 @@ def test_queries_see_what_is_before_them(shape: HopperFlash) -> None:
         assert hopper_flash_takes(q, k, v, rest)
         whole = torch.cat([k, rest], -1)
         want = reference(q, whole, v, lengths, contexts, causal=True)
-        got = hopper_flash(
-            q, k, v, 192**-0.5, queries=queries, keys=keys, causal=True, rest=rest, shape=shape,
+        attend = partial(
+            hopper_flash, q, k, v, 192**-0.5, queries=queries, keys=keys, causal=True, rest=rest,
             launch=on_cpu,
         )  # fmt: skip
+        got = attend()
+        assert torch.equal(attend(programs=2), got)
         for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
             assert (a.double() - b).norm() < 5e-3 * b.norm(), length
+
+
+# What orders the kernel's accesses: a line to leave out, found by the text before it.
+ORDER = [
+    ("gl.load(p_tile + 3).to(gl.int32), BN)\n", "mbarrier.wait(used_q.index(0)"),
+    ("if j == 2:\n", "mbarrier.wait(used_first.index(0)"),
+    ("landed_k.index(stage), m_kp.index(stage))\n", "mbarrier.wait(used.index(stage)"),
+    ("# Keys of the last tile.\n", "mbarrier.wait(landed_q.index(0)"),
+    ("        stage = done % STAGES\n", "mbarrier.wait(landed_k.index(stage)"),
+    ("        s = warpgroup_mma_wait(0, [s])\n", "meet()"),
+    ("gl.zeros([ROWS, V], gl.float32, O)\n", "mbarrier.wait(landed_v.index(stage)"),
+    ("            phase = done // STAGES & 1\n", "mbarrier.wait(landed_k.index(stage)"),
+    ("the product beside it.\n", "mbarrier.wait(landed_v.index(stage)"),
+    ("            mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
+    ("\n        mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
+]
+
+
+def ordered(kernel: object) -> Callable[..., None]:
+    """A launch of ``kernel``, whatever is asked for, under which every access has to be ordered."""
+    return lambda _, *args, **constants: on_cpu(kernel, *args, ordered=True, **constants)
+
+
+def several_rounds(launch: Callable[..., None]) -> torch.Tensor:
+    """Two heads of one and of three whole tiles of keys, by one program."""
+    q, k, v = rows_of(512, 3 * HEADS, 128).split(HEADS, 1)
+    items = Packed.of((384, 128), CPU)
+    return hopper_flash(
+        q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None, programs=1, launch=launch
+    )
+
+
+def test_every_access_is_ordered() -> None:
+    assert several_rounds(ordered(flash_hopper_kernel.flash_hopper_kernel)).isfinite().all()
+
+
+@pytest.mark.parametrize(("before", "left_out"), ORDER)
+def test_whatever_is_left_out_of_the_order_is_found(
+    tmp_path: Path, before: str, left_out: str
+) -> None:
+    """As a race, or as a phase of a barrier that is begun before the one before is over."""
+    text = Path(flash_hopper_kernel.__file__).read_text(encoding="utf-8")
+    place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}.*\n")
+    text, found = place.subn(r"\1pass\n", text)
+    assert found == 1
+    file = tmp_path / "changed.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("changed", file)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    with pytest.raises(AssertionError, match=r"without|reads it|nobody has written|more arrivals"):
+        several_rounds(ordered(changed.flash_hopper_kernel))
 
 
 def test_a_tile_knows_its_keys() -> None:

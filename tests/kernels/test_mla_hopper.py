@@ -184,7 +184,7 @@ def test_where_the_kernel_runs(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, *, runs: bool
 ) -> None:
     pytest.importorskip("triton")
-    from k3vl.kernels.mla import hopper
+    from k3vl.kernels import hopper
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(hopper.triton, "__version__", version)

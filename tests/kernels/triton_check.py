@@ -9,14 +9,16 @@ kernels down. Usage: triton_check.py OP DEVICE [small]
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from k3vl.kernels.attn_residual.gpu import attn_residual
-from k3vl.kernels.attn_residual.hopper import cluster_takes
-from k3vl.kernels.attn_residual.reference import attn_residual_reference, take_in
+from k3vl.kernels.attn_residual.gpu import FEW, attn_residual
+from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_takes
+from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.choice import reference_kernels, triton_kernels
+from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import (
     CHUNK,
@@ -48,6 +50,7 @@ from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
 from k3vl.kernels.recording import EagerRunner, GraphRunner
+from k3vl.kernels.rms_norm.gpu import rms_norm
 from k3vl.kernels.vision_attention.gpu import vision_attention
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_pos import rotary_table
@@ -542,36 +545,28 @@ def check_attn_residual() -> Iterator[str]:
             (1, 1, 7),
             (2, 3, 64),
             (9, 2, 200),
-            *((9, 70, 7168),) * ON_GPU,
+            *((*((9, t, 7168) for t in (1, FEW, 70, 300)), (16, 3, 8192), (1, 5, 320)) * ON_GPU),
         ):
             rows = normal(depth, tokens, width + 8, dtype=dtype)[..., :width]
             query, norm = normal(width) / 4, torch.rand(width, device=DEVICE) + 0.5
-            want = attn_residual_reference(rows.double(), query.double(), norm.double(), 1e-5)
+            ways: list[dict[str, Any]] = [{}]
+            if tokens <= FEW and hopper_runs(DEVICE) and cluster_takes(rows, query, norm):
+                ways += [{"warps": 8}, {"cluster": ClusterShape(4, 8)}]
+            for weight in (norm, norm.to(dtype)):
+                want = attn_residual_reference(rows.double(), query.double(), weight.double(), 1e-5)
+                for way in ways:
+                    got = attn_residual(rows, query, weight, 1e-5, **way)
+                    close(f"{dtype} R{depth} N{tokens} D{width} {way}", got, want, bound(dtype))
             got = attn_residual(rows, query, norm, 1e-5)
-            close(f"{dtype} R{depth} D{width}", got, want, bound(dtype))
-            got = attn_residual(rows, query, norm.to(dtype), 1e-5, stages=3)
-            want_narrow = attn_residual_reference(
-                rows.double(), query.double(), norm.to(dtype).double(), 1e-5
-            )
-            close(f"{dtype} R{depth} D{width} staged", got, want_narrow, bound(dtype))
-            got = attn_residual(rows, query, norm.to(dtype), 1e-5)
-            close(f"{dtype} R{depth} D{width} norm ahead", got, want_narrow, bound(dtype))
-            if ON_GPU and cluster_takes(rows, query, norm, None):
-                got = attn_residual(rows, query, norm, 1e-5, cluster=True)
-                close(f"{dtype} R{depth} D{width} cluster", got, want, bound(dtype))
-            for fresh in (False, True):
-                added = normal(tokens, width + 8, dtype=dtype)[:, :width]
-                taken, mine = rows.clone(), rows.clone()
-                if fresh:
-                    mine[-1] = float("nan")
-                take_in(taken, added, fresh=fresh)
-                got = attn_residual(mine, query, norm, 1e-5, added, fresh=fresh)
-                if ON_GPU or dtype == torch.float32:
-                    assert torch.equal(mine, taken), "rows"
-                else:  # the interpreter cuts bits off where it should round
-                    close("rows", mine, taken.double(), bound(dtype))
-                want = attn_residual_reference(taken.double(), query.double(), norm.double(), 1e-5)
-                close(f"{dtype} R{depth} D{width} added", got, want, bound(dtype))
+            same = attn_residual(rows[:, -1:], query, norm, 1e-5)
+            assert tokens > FEW or torch.equal(got[-1:], same), "bits of a token beside others"
+            if ON_GPU:
+                step = GraphRunner().make(
+                    lambda given=rows, query=query, norm=norm: attn_residual(
+                        attn_residual(given, query, norm, 1e-5)[None], query, norm, 1e-5
+                    )
+                )
+                assert torch.equal(step(), attn_residual(got[None], query, norm, 1e-5)), "recorded"
         yield f"{dtype}"
 
 
@@ -587,6 +582,9 @@ def check_vision() -> Iterator[str]:
         table = rotary_table(3, 4, 16)
         want = rotate_reference(x.cpu(), 3, 4)
         close("rotary", rotate(x, table.to(DEVICE)).cpu(), want, bound(dtype))
+        x, weight = normal(5, 1024, dtype=dtype), normal(1024, dtype=dtype)
+        want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+        close("norm", rms_norm(x, weight, 1e-3), want * weight.double(), bound(dtype))
         yield f"{dtype}"
 
 

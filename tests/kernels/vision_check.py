@@ -4,22 +4,19 @@ Triton decides between compiler and interpreter when it is imported. Usage: visi
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-from k3vl.kernels.flash_hopper import HopperFlash
+from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash_hopper import hopper_flash
 from k3vl.kernels.mla.gpu import mla_prefill_packed
 from k3vl.kernels.mla.reference import mla_prefill_reference
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.recording import GraphRunner
-from k3vl.kernels.rms_norm.gpu import NormShape, add_rms_norm, rms_norm
-from k3vl.kernels.rms_norm.library import rms_norm_library
+from k3vl.kernels.rms_norm.gpu import NormShape, rms_norm
 from k3vl.kernels.vision_attention.gpu import vision_attention
-from k3vl.kernels.vision_attention.library import vision_attention_library
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_block import VisionBlockWeights
 from k3vl.kernels.vision_block.gpu import VisionBlockGPU
@@ -27,22 +24,11 @@ from k3vl.kernels.vision_pos import rotary_table
 from k3vl.kernels.vision_pos.gpu import RotateShape, rotate, rotate_in_place
 from k3vl.kernels.vision_pos.reference import rotate_reference
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 DEVICE = torch.device(sys.argv[1])
 ON_GPU = DEVICE.type == "cuda"
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 BLOCK = VisionBlockGPU(norm=rms_norm, rotate=rotate_in_place, attention=vision_attention)
-LIBRARY = replace(BLOCK, attention=vision_attention_library)
-BLOCKS = {
-    "ours": BLOCK,
-    "library": LIBRARY,
-    "library norm": replace(LIBRARY, norm=rms_norm_library),
-    "sum in the norm": replace(BLOCK, add_norm=add_rms_norm),
-    "apart": replace(BLOCK, gelu_in_product=False, add_in_product=False),
-}
 
 
 def bound(dtype: torch.dtype) -> float:
@@ -73,14 +59,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def check_norm(dtype: torch.dtype) -> None:
     for rows, width in ((1, 16), (5, 40), (7, 1024), (3, 7168), (0, 64)):
-        x, delta = (normal(rows, width, dtype=dtype) for _ in range(2))
-        weight = normal(width, dtype=dtype)
+        x, weight = normal(rows, width, dtype=dtype), normal(width, dtype=dtype)
         for shape in (None, NormShape(4, 2), NormShape(1, 1)):
             got = rms_norm(columns(x), weight, 1e-3, shape=shape)
             close(f"norm {rows}x{width}", got, normed(x, weight, 1e-3), bound(dtype))
-            total, got = add_rms_norm(columns(x), columns(delta), weight, 1e-3, shape=shape)
-            assert torch.equal(total, x + delta), "the sum is torch's"
-            assert torch.equal(got, rms_norm(total, weight, 1e-3, shape=shape)), "and so its norm"
     x = normal(2, 3, 48, dtype=dtype)
     assert torch.equal(rms_norm(x, x[0, 0], 1e-6)[1], rms_norm(x[1], x[0, 0], 1e-6))
 
@@ -132,7 +114,7 @@ def by_hand(x: torch.Tensor, w: VisionBlockWeights, rotary: torch.Tensor) -> tor
 
 
 def check_block(dtype: torch.dtype, grids: list[tuple[int, int]], *sizes: int) -> None:
-    """Every way through a block, of several items."""
+    """Of several items; recorded too, as the tower is when grids come again."""
     w = weights(*sizes, dtype)
     lengths = [rows * across for rows, across in grids]
     key = sizes[1]
@@ -141,23 +123,18 @@ def check_block(dtype: torch.dtype, grids: list[tuple[int, int]], *sizes: int) -
     parts = zip(x.split(lengths), rotary.split(lengths), strict=True)
     want = torch.cat([by_hand(part, w, turns) for part, turns in parts])
     items = Packed.of(lengths, DEVICE)
-    for name, block in BLOCKS.items():
-        got = block(x.clone(), w, rotary, items)
-        close(f"block {dtype}, {name}", got, want, bound(dtype))
-        if ON_GPU:
-            given = x.clone()
-            step = GraphRunner().make(
-                lambda block=block, given=given: block(given, w, rotary, items)
-            )
+    got = BLOCK(x.clone(), w, rotary, items)
+    close(f"block {dtype}", got, want, bound(dtype))
+    if ON_GPU:
+        given = x.clone()
+        step = GraphRunner().make(lambda: BLOCK(given, w, rotary, items))
+        for _ in range(2):
             given.copy_(x)
-            assert torch.equal(step(), got), f"block {dtype}, {name}: recorded"
-
-
-HOPPER = (HopperFlash(0, turns=True), HopperFlash(132, turns=True), HopperFlash(132, turns=False))
+            assert torch.equal(step(), got), f"block {dtype}: recorded"
 
 
 def check_causal() -> None:
-    """The Gluon kernel with keys in two parts; a query behind a prefix has its bits without one."""
+    """Keys in two parts; a query behind a prefix has its bits without one."""
     heads, lengths, contexts = 3, (1, 3, 128, 65, 700, 2048), (1, 130, 128, 457, 900, 2048)
     q = normal(sum(lengths), heads, 192, dtype=torch.bfloat16)
     k, v = (normal(sum(contexts), heads, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -166,22 +143,18 @@ def check_causal() -> None:
     parts = list(zip(q.split(lengths), joined.split(contexts), v.split(contexts), strict=True))
     want = torch.cat([mla_prefill_reference(*(x.double() for x in p), 0.07) for p in parts])
     span = {"lengths": lengths, "contexts": contexts}
-    for shape in HOPPER:
-        packed = partial(mla_prefill_packed, scale=0.07, shape=shape)
-        got = packed(q, k, v, shared=shared, **span)
-        close(f"causal, {shape}", got, want, HALF)
-        assert torch.equal(packed(q, joined, v, **span), got), "keys in one part"
-        alone = [
-            packed(*p, lengths=p[0].shape[:1], contexts=p[1].shape[:1]) for p in parts
-        ]  # fmt: skip
-        assert torch.equal(torch.cat(alone), got), "neighbours"
-        tokens, keys, values = parts[-1]
-        for begin in (1, 77, 1024):
-            late = mla_prefill_packed(
-                tokens[begin:], keys, values, 0.07, lengths=(2048 - begin,), contexts=(2048,),
-                shape=shape,
-            )  # fmt: skip
-            assert torch.equal(late, got[-2048:][begin:]), f"behind {begin}"
+    packed = partial(mla_prefill_packed, scale=0.07)
+    in_triton = packed(q, k, v, shared=shared, **span, shape=FlashShape(128, 64, 8, 3))
+    close("causal, in Triton", in_triton, want, HALF)
+    got = packed(q, k, v, shared=shared, **span)
+    close("causal", got, want, HALF)
+    assert torch.equal(packed(q, joined, v, **span), got), "keys in one part"
+    alone = [packed(*p, lengths=p[0].shape[:1], contexts=p[1].shape[:1]) for p in parts]
+    assert torch.equal(torch.cat(alone), got), "neighbours"
+    tokens, keys, values = parts[-1]
+    for begin in (1, 77, 1024):
+        late = packed(tokens[begin:], keys, values, lengths=(2048 - begin,), contexts=(2048,))
+        assert torch.equal(late, got[-2048:][begin:]), f"behind {begin}"
 
 
 def check_neighbours(dtype: torch.dtype) -> None:
@@ -190,25 +163,32 @@ def check_neighbours(dtype: torch.dtype) -> None:
     heads, key = (12, 128) if ON_GPU else (2, 32)
     tensors = normal(sum(lengths), 3 * heads, key, dtype=dtype).split(heads, 1)
     want = vision_attention_reference(*(t.double() for t in tensors), lengths)
-    ways: dict[str, Callable[..., torch.Tensor]] = {
-        "ours": vision_attention,
-        "library": vision_attention_library,
-        "library, an item a call": lambda *a: vision_attention_library(*a, together=False),
-    }
-    if dtype == torch.bfloat16:
-        for shape in HOPPER:
-            ways[f"{shape}"] = partial(vision_attention, shape=shape)
-    for name, attend in ways.items():
+    for shape in (None, *((FlashShape(64, 64, 4, 3),) * (dtype == torch.bfloat16))):
+        attend = partial(vision_attention, shape=shape)
         together = attend(*tensors, Packed.of(lengths, DEVICE))
-        close(f"attention {dtype}, {name}", together, want, bound(dtype))
-        begin, same = 0, True
+        close(f"attention {dtype}, {shape}", together, want, bound(dtype))
+        begin = 0
         for length in lengths:
             own = [t[begin : begin + length] for t in tensors]
             alone = attend(*own, Packed.of([length], DEVICE))
-            same &= torch.equal(alone, together[begin : begin + length])
+            assert torch.equal(alone, together[begin : begin + length]), f"{shape}: {length}"
             begin += length
-        sys.stdout.write(f"neighbours {dtype}, {name}: {'same' if same else 'OTHER'} bits alone\n")
-        assert same or name == "library", f"{name}: an item's bits depend on its neighbours"
+
+
+def check_programs() -> None:
+    """Whichever program of the Gluon kernel takes a tile, its bits are the same."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    q, k, v = normal(1500, 9, 128, dtype=torch.bfloat16).split(3, 1)
+    items = Packed.of([500] * 3, DEVICE)
+    for causal in (False, True):
+        few, many = (
+            hopper_flash(
+                q, k, v, 0.1, queries=items, keys=items, causal=causal, rest=None, programs=count
+            )
+            for count in (5, 132)
+        )
+        assert torch.equal(few, many), causal
 
 
 def main() -> None:
@@ -226,6 +206,7 @@ def main() -> None:
         sys.stdout.write(f"checked {dtype}\n")
     if ON_GPU:
         check_causal()
+        check_programs()
 
 
 if __name__ == "__main__":

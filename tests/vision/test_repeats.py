@@ -331,6 +331,7 @@ def test_a_recorded_pass_needs_nothing_of_the_host(grids, dtype, given) -> None:
     blocks = config.vt_num_hidden_layers
     assert names == {
         **({"pixel_kernel": 1} if given == torch.uint8 else {}),
+        "rms_norm_kernel": 2 * blocks + 2,
         "rotate_kernel": blocks,
         "flash_kernel": blocks,
     }

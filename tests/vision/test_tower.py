@@ -226,7 +226,8 @@ def test_a_repeated_grid_needs_nothing_of_the_host_but_launches():
     with device_only() as launches:
         tower.run(patches, plan)
     names = Counter(launch.kernel for launch in launches)
-    assert names == {"pixel_kernel": 1, "rotate_kernel": 2, "flash_kernel": 2}
+    each = {"rotate_kernel": 2, "flash_kernel": 2}
+    assert names == {"pixel_kernel": 1, "rms_norm_kernel": 2 * 2 + 1, **each}
 
 
 def test_gradients_reach_every_parameter():
