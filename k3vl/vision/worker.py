@@ -48,7 +48,7 @@ network."""
 NICENESS = 5
 """Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
-_KEPT_BYTES = 32 * 2**20
+_KEPT_BYTES = 16 * 2**20
 _PIECE = 1 << 18
 
 
