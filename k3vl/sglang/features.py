@@ -25,21 +25,20 @@ class ItemView:
     """An encoder item of ours as SGLang's tower wants it; SGLang's list keeps the item itself.
 
     The numbers are made when they are asked for, so only on the rank that encodes the item, and go
-    with the view. What else the tower asks of an item, it gets.
+    with the view.
     """
 
     def __init__(self, item: Any, device: torch.device, dtype: torch.dtype) -> None:
         self._item, self._device, self._dtype = item, device, dtype
-        self.model_specific_data = item.model_specific_data
 
-    def reconstruct(self, *args: Any, **kwargs: Any) -> None:
-        """SGLang's way to bring a feature onto the device."""
-        self._item.reconstruct(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else somebody reads or calls is the item's."""
+        return getattr(self._item, name)
 
     @cached_property
     def feature(self) -> torch.Tensor:
         """[N, 3, P, P] in the tower's dtype, on its device."""
-        key = self.model_specific_data[NORMALISE_KEY]
+        key = self._item.model_specific_data[NORMALISE_KEY]
         return normalised(self._item.feature, key, self._device, self._dtype)
 
 

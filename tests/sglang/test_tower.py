@@ -203,6 +203,9 @@ def test_the_tower_sees_what_the_processor_would_have_made(
     wanted = materialize_multimodal_features(expected, device=torch.device("cpu"), dtype=dtype)
     assert torch.equal(found, wanted)
     assert all(a.feature is b for a, b in zip(items, before, strict=True))
+    for item, view in zip(items, views, strict=True):
+        assert view.image_grid_thw is item.image_grid_thw
+        assert view.offsets is item.offsets
 
 
 def test_items_of_sglang_s_own_go_through_as_they_are() -> None:
