@@ -195,7 +195,11 @@ def demo(
 @count_option("--max-body-mib", 40, "Size of a request body.")
 @count_option("--max-media-mib", 256, "Size of a picture or clip, decoded from base64 or fetched.")
 @count_option("--default-max-tokens", 1024, "Length of answers where the request names none.")
-@count_option("--media-workers", 2, "Processes that decode media.")
+@click.option(
+    "--media-workers",
+    type=click.IntRange(min=1),
+    help="Processes that decode media. Default: 2; sglang: half of the CPUs, from 2 to 8.",
+)
 @click.option("--media-seconds", default=60.0, show_default=True, help="Time to decode one.")
 @count_option("--media-memory-mib", 4096, "Memory of each of those processes.", 256)
 @count_option("--shutdown-seconds", 30, "Time that answers have left once the server is to stop.")

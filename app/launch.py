@@ -57,7 +57,7 @@ class ServeOptions:
     max_body_mib: int
     max_media_mib: int
     default_max_tokens: int
-    media_workers: int
+    media_workers: int | None
     media_seconds: float
     media_memory_mib: int
     shutdown_seconds: int
@@ -126,7 +126,7 @@ def server_settings(
         max_waiting=options.max_waiting,
         media_prefills=options.media_prefills,
         max_body_bytes=options.max_body_mib * 2**20,
-        media_workers=options.media_workers,
+        media_workers=options.media_workers or ServerSettings().media_workers,
         media_seconds=options.media_seconds,
         media_memory=options.media_memory_mib * 2**20,
         shutdown_seconds=options.shutdown_seconds,

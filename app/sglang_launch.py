@@ -14,6 +14,7 @@ from k3vl.app.server import LOCAL_ADDRESSES
 from k3vl.app.sglang_engine import SGLangCommand, run
 from k3vl.errors import ConfigError
 from k3vl.sglang.settings import PluginSettings
+from k3vl.vision.workers import num_workers_here
 
 if TYPE_CHECKING:
     from k3vl.app.launch import ServeOptions
@@ -85,7 +86,7 @@ def sglang_command(options: ServeOptions, engine: EngineOptions) -> SGLangComman
             max_media_bytes=policy.max_bytes,
             media_root=None if policy.file_root is None else str(policy.file_root.resolve()),
             allow_private_networks=policy.allow_private_networks,
-            media_workers=options.media_workers,
+            media_workers=options.media_workers or num_workers_here(),
             media_seconds=options.media_seconds,
             media_memory=options.media_memory_mib * 2**20,
         ),

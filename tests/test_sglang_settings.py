@@ -38,6 +38,15 @@ def test_nothing_said_is_the_default() -> None:
     assert PluginSettings.from_process_config({}) == PluginSettings()
 
 
+@pytest.mark.parametrize(("cores", "number"), [(1, 2), (4, 2), (9, 4), (128, 8)])
+def test_decoding_processes_follow_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, number: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert PluginSettings().media_workers == number
+    assert PluginSettings.from_process_config({}).media_workers == number
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

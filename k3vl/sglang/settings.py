@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from k3vl.errors import ConfigError
 from k3vl.vision.limits import MediaLimits
 from k3vl.vision.source import FetchPolicy
-from k3vl.vision.workers import DEFAULT_MEMORY
+from k3vl.vision.workers import DEFAULT_MEMORY, num_workers_here
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,8 @@ class PluginSettings:
         max_media_bytes: largest file, decoded from base64 or fetched.
         media_root: directory that ``file:`` URLs and paths may point into; None: none may.
         allow_private_networks: also fetch from loopback, private and link-local addresses.
-        media_workers: decoding processes of each of SGLang's tokenizer processes.
+        media_workers: decoding processes of each of SGLang's tokenizer processes; by default by
+            the number of CPUs.
         media_seconds: longest decoding of one picture or clip.
         media_memory: bytes that one decoding process may have.
     """
@@ -45,7 +46,7 @@ class PluginSettings:
     max_media_bytes: int = 256 * 2**20
     media_root: str | None = None
     allow_private_networks: bool = False
-    media_workers: int = 2
+    media_workers: int = field(default_factory=num_workers_here)
     media_seconds: float = 60.0
     media_memory: int = DEFAULT_MEMORY
 

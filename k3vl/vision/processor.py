@@ -248,12 +248,14 @@ def render(
         before: composite before the resize (else after it).
 
     Returns:
-        [H, W, 3] uint8 of the padded picture.
+        [H, W, 3] uint8 of the padded picture; may be read-only.
     """
     size = (plan.new_width, plan.new_height)
     if before:
         image = composite(image, background)
     resized = image.resize(size, Image.Resampling.BICUBIC)
+    if size == (plan.padded_width, plan.padded_height):
+        return np.asarray(composite(resized, background))
     canvas = np.zeros((plan.padded_height, plan.padded_width, 3), np.uint8)
     canvas[: plan.new_height, : plan.new_width] = np.asarray(composite(resized, background))
     return canvas
@@ -313,6 +315,15 @@ def unpatchify(patches: np.ndarray, grid_thw: tuple[int, int, int]) -> np.ndarra
     return cells.transpose(0, 1, 4, 2, 5, 3).reshape(t, rows * patch, columns * patch, 3)
 
 
+def level_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """[3, 256] float32: what :func:`normalise` makes of each level of each channel."""
+    levels = (np.arange(256) / 255.0).astype(np.float32)
+    means = np.asarray(mean, np.float32)
+    scale = (1.0 / np.asarray(std, np.float64)).astype(np.float32)
+    table: np.ndarray = (levels[None, :] - means[:, None]) * scale[:, None]
+    return table
+
+
 def normalise(patches: np.ndarray, config: MediaConfig) -> np.ndarray:
     """uint8 patches to the tower's float32 input, bit-equal to the released processor.
 
@@ -323,10 +334,7 @@ def normalise(patches: np.ndarray, config: MediaConfig) -> np.ndarray:
     Returns:
         [N, 3, P, P] float32; (u8 / 255 - mean) * (1 / std).
     """
-    levels = (np.arange(256) / 255.0).astype(np.float32)
-    mean = np.asarray(config.image_mean, np.float32)
-    scale = (1.0 / np.asarray(config.image_std, np.float64)).astype(np.float32)
-    table = (levels[None, :] - mean[:, None]) * scale[:, None]  # [3, 256]
+    table = level_table(config.image_mean, config.image_std)
     out = np.empty(patches.shape, np.float32)
     for channel in range(3):
         out[:, channel] = table[channel][patches[:, channel]]

@@ -1,7 +1,9 @@
 """The process that decodes media for a server: requests on stdin, answers on stdout.
 
 A decoder that hangs, eats memory or dies takes only this process with it. Frames are a length, a
-JSON header, a length and raw bytes; no pickle. The other end is ``workers.py``.
+JSON header, a length and raw bytes; no pickle. Patches lie in a file without a name that both ends
+hold, where the system has such files: a pipe takes 64 KiB at a time, and before each piece the
+server's thread would wait for its event loop. The other end is ``workers.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from k3vl.config import MediaConfig
@@ -45,7 +48,8 @@ network."""
 NICENESS = 5
 """Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
-_PIECE = 1 << 16
+_KEPT_BYTES = 16 * 2**20
+_PIECE = 1 << 18
 
 
 def write_frame(
@@ -77,6 +81,35 @@ def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
     head_size, blob_size = _LENGTHS.unpack(_read(file, _LENGTHS.size))
     header: dict[str, Any] = json.loads(_read(file, head_size))
     return header, _read(file, blob_size)
+
+
+def store(file: int, blobs: Iterable[memoryview]) -> int:
+    """Write blobs one behind the other to the beginning of a file; how many bytes they are."""
+    offset = 0
+    for blob in blobs:
+        view = blob.cast("B") if blob.nbytes else blob
+        end = offset + view.nbytes
+        while offset < end:
+            offset += os.pwrite(file, view[view.nbytes - (end - offset) :], offset)
+    return offset
+
+
+def fetch(file: int, size: int) -> np.ndarray:
+    """[size] uint8: what :func:`store` wrote; long answers give their memory back.
+
+    Raises:
+        EOFError: the file is shorter.
+    """
+    data = np.empty(size, np.uint8)
+    view, filled = data.data, 0
+    while filled < size:
+        count = os.preadv(file, [view[filled:]], filled)
+        if not count:
+            raise EOFError
+        filled += count
+    if size > _KEPT_BYTES:
+        os.ftruncate(file, 0)
+    return data
 
 
 def _read(file: IO[bytes], size: int) -> bytearray:
@@ -186,7 +219,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not get between the frames
     settings = read_frame(requests)[0]
     limit_memory(settings["max_memory"])
-    processor, form = make_processor(settings), settings["form"]
+    processor, form, file = make_processor(settings), settings["form"], settings["file"]
     write_frame(answers, {"ready": True})
     while True:
         try:
@@ -194,6 +227,8 @@ def main() -> None:
         except EOFError:
             return
         reply, blobs = answer(processor, form, header, blob)
+        if file is not None and form == "patches":
+            reply, blobs = {**reply, "stored": store(file, blobs)}, ()
         write_frame(answers, reply, blobs)
 
 

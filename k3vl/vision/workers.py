@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from k3vl.errors import CapacityError, MediaError
 from k3vl.types import EncoderItem, MediaGroup, MediaLayout, ProcessedMedia
 from k3vl.vision.data_uri import check_data_uri
 from k3vl.vision.source import Abort, resolve
-from k3vl.vision.worker import read_frame, settings_header, write_frame
+from k3vl.vision.worker import fetch, read_frame, settings_header, write_frame
 
 if TYPE_CHECKING:
     from k3vl.types import MediaPart
@@ -39,12 +40,15 @@ class _Worker:
     """One process; used by one thread at a time, killed from any."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        self._file = _unnamed_file()
+        shared = None if self._file is None else self._file.fileno()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "k3vl.vision.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=() if shared is None else (shared,),  # under the same number
         )
-        self._settings = settings
+        self._settings = {**settings, "file": shared}
         self._is_ready = False
         self.was_killed = False
 
@@ -65,7 +69,10 @@ class _Worker:
                 read_frame(answers)
                 self._is_ready = True
             write_frame(requests, head, [blob])
-            header, patches = read_frame(answers)
+            header, rest = read_frame(answers)
+            answer = memoryview(rest)
+            if self._file is not None and "stored" in header:
+                answer = fetch(self._file.fileno(), header["stored"]).data
         except (OSError, EOFError, ValueError) as exc:
             self.kill()
             raise MediaError(
@@ -73,7 +80,7 @@ class _Worker:
             ) from exc
         if "error" in header:
             raise MediaError(header["error"], code=header["code"])
-        return _media(header, patches)
+        return _media(header, answer)
 
     def is_alive(self) -> bool:
         """The process runs."""
@@ -87,10 +94,17 @@ class _Worker:
     def reap(self) -> None:
         """Wait for a killed process and close its pipes; blocks."""
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for file in (self._process.stdin, self._process.stdout, self._file):
             with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+                if file is not None:
+                    file.close()
+
+
+def _unnamed_file() -> IO[bytes] | None:
+    """Memory that a worker can be given; None where the system has none (macOS, Windows)."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    return open(os.memfd_create("k3vl-patches"), "r+b", buffering=0)
 
 
 def _scheme(url: str) -> str:
@@ -111,7 +125,7 @@ def _take_exception(job: asyncio.Future[Any]) -> None:
         job.exception()
 
 
-def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
+def _media(header: dict[str, Any], blob: memoryview) -> ProcessedMedia:
     """Put an answer together; the patches stay where they were read to."""
     layout = header["layout"]
     groups = tuple(MediaGroup(**group) for group in layout["groups"])
@@ -123,7 +137,7 @@ def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
         offset += size
     urls = []
     for size in header["url_lengths"]:
-        urls.append(str(memoryview(blob)[offset : offset + size], "ascii"))
+        urls.append(str(blob[offset : offset + size], "ascii"))
         offset += size
     return ProcessedMedia(
         layout=MediaLayout(layout["kind"], layout["width"], layout["height"], groups),
@@ -132,6 +146,19 @@ def _media(header: dict[str, Any], blob: bytearray) -> ProcessedMedia:
         warnings=tuple(header["warnings"]),
         urls=tuple(urls),
     )
+
+
+def num_workers_here() -> int:
+    """As many as half of the CPUs that this process may use, from two to eight.
+
+    The pictures of requests that come together should be ready together, so that a server takes
+    them in one step; each worker holds some 70 MB.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(2, min(cores // 2, 8))
 
 
 class MediaWorkers:

@@ -51,6 +51,9 @@ NAMES = {
     "sglang.srt.models.kimi_k3:KimiK3ForConditionalGeneration.precompile_kernels_after_loading": (
         "is called when weights are loaded, and what our model overrides"
     ),
+    "sglang.srt.models.kimi_k3:KimiK3ForConditionalGeneration.get_image_feature": (
+        "encodes pictures and clips, and what our model overrides"
+    ),
     "sglang.srt.utils:ImageData": "carries pictures of chats",
     "sglang.srt.utils:VideoData": "carries clips of chats",
     **{

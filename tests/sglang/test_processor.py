@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from k3vl.sglang.features import as_the_tower_wants
 from k3vl.sglang.settings import PluginSettings
 from k3vl.vision.limits import MediaLimits
 from tests.sglang.kit import clip, data_uri, picture
@@ -120,8 +121,18 @@ def same(one: Any, other: Any) -> None:
         assert a.offsets == b.offsets
         assert a.modality == b.modality
         assert torch.equal(a.image_grid_thw, b.image_grid_thw)
-        assert a.feature.dtype == b.feature.dtype
-        assert a.feature.numpy().tobytes() == b.feature.numpy().tobytes()
+        left, right = seen_by_the_tower(a), seen_by_the_tower(b)
+        assert left.dtype == right.dtype == torch.float32
+        assert left.numpy().tobytes() == right.numpy().tobytes()
+
+
+def seen_by_the_tower(item: Any) -> torch.Tensor:
+    """Its pixels on a tower of float32; the item keeps its own."""
+    before = item.feature
+    (view,) = as_the_tower_wants([item], torch.device("cpu"), torch.float32)
+    pixels: torch.Tensor = view.feature
+    assert item.feature is before
+    return pixels
 
 
 ONLY_0523 = pytest.mark.skipif(version("sglang") == "0.5.17", reason="not in 0.5.17")
@@ -139,6 +150,7 @@ def test_pictures_in_parity_are_sglang_s_own(
     expected = process(native, prompt, images)
     got = process(ours(PluginSettings(parity=True), **flags), prompt, images)
     same(got, expected)
+    assert {item.feature.dtype for item in got.mm_items} == {torch.float32}
 
 
 @CACHED
@@ -199,8 +211,9 @@ def test_clips_are_those_of_the_pipeline(ours: Callable[..., Any], pipeline: Pip
         assert item.hash == int(wanted.digest[:16], 16)
         if version("sglang") != "0.5.17":
             assert item.identity.hex() == wanted.digest
+        assert item.feature.dtype == torch.uint8
         expected = normalise(wanted.patches, pipeline.processor.config)
-        assert item.feature.numpy().tobytes() == expected.tobytes()
+        assert seen_by_the_tower(item).numpy().tobytes() == expected.tobytes()
     text = bytes(token for token in got.input_ids if token < 256).decode()
     assert [text[i : i + 12] for i in range(len(text)) if text.startswith("00:00:", i)] == [
         "00:00:00.000",

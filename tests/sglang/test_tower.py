@@ -1,19 +1,30 @@
-"""Where the tensors of SGLang's K3 tower lie; the device ``meta`` stands for the GPU."""
+"""Where the tensors of SGLang's K3 tower lie; the device ``meta`` stands for the GPU.
+
+And what pixels it is given there.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.model_executor.model_runner_components import load_model_utils
 from sglang.srt.models import kimi_k3, kimi_k3_vl
+from sglang.srt.multimodal import mm_utils
+from sglang.srt.multimodal.mm_utils import materialize_multimodal_features
 
+from k3vl.config import K3_MEDIA
+from k3vl.sglang.features import NORMALISE_KEY, as_the_tower_wants
 from k3vl.sglang.models.k3 import KimiK3ForConditionalGeneration, gather
 from k3vl.sglang.plugin import PACKAGES
+from k3vl.vision.processor import normalise
 from tests.sglang import kit
 
 if TYPE_CHECKING:
@@ -147,3 +158,89 @@ def test_sglang_builds_our_class() -> None:
         check=True,
     )
     assert done.stdout.split()[-2:] == ["k3vl.sglang.models.k3", "sglang.srt.models.llama"]
+
+
+PATCHES = 4 * 4 * 6 + 8 * 8
+
+
+def our_items() -> list[MultimodalDataItem]:
+    """A group of frames and a picture with every level in every channel, as we hand them over."""
+    levels = np.random.default_rng(5).integers(0, 256, (PATCHES, 3, 14, 14), np.uint8)
+    pixels = torch.from_numpy(levels)
+    mean_and_std = [*K3_MEDIA.image_mean, 0.41, 0.5, 0.27]
+    made = []
+    for feature, grid in ((pixels[:96], [4, 4, 6]), (pixels[96:], [1, 8, 8])):
+        made.append(
+            MultimodalDataItem(
+                modality=Modality.IMAGE,
+                feature=feature,
+                offsets=[(0, grid[1] * grid[2] // 4 - 1)],
+                model_specific_data={
+                    "image_grid_thw": torch.tensor([grid]),
+                    NORMALISE_KEY: mean_and_std,
+                },
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moved", [torch.uint8, torch.float32], ids=["uint8", "sglang's buffer"])
+def test_the_tower_sees_what_the_processor_would_have_made(
+    dtype: torch.dtype, moved: torch.dtype
+) -> None:
+    """To the bit, on any device, from a feature that SGLang's own float buffer has held too."""
+    items = our_items()
+    config = replace(K3_MEDIA, image_std=(0.41, 0.5, 0.27))
+    expected = [torch.from_numpy(normalise(item.feature.numpy(), config)) for item in items]
+    for item in items:
+        item.feature = item.feature.to(moved)
+    before = [item.feature for item in items]
+    views = as_the_tower_wants(items, torch.device("cpu"), dtype)
+    found = materialize_multimodal_features(
+        [view.feature for view in views], device=torch.device("cpu"), dtype=dtype
+    )
+    wanted = materialize_multimodal_features(expected, device=torch.device("cpu"), dtype=dtype)
+    assert torch.equal(found, wanted)
+    assert all(a.feature is b for a, b in zip(items, before, strict=True))
+    for item, view in zip(items, views, strict=True):
+        assert view.image_grid_thw is item.image_grid_thw
+        assert view.offsets is item.offsets
+
+
+def test_items_of_sglang_s_own_go_through_as_they_are() -> None:
+    items = our_items()
+    for item in items:
+        del item.model_specific_data[NORMALISE_KEY]
+    views = as_the_tower_wants(items, torch.device("cpu"), torch.float32)
+    assert all(view is item for view, item in zip(views, items, strict=True))
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["from the host", "moved by SGLang"])
+def test_our_pixels_are_normalised_beside_the_weights(
+    monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    """``get_image_feature`` itself, up to the tower: its input, and what the items hold after."""
+    model = loaded(KimiK3ForConditionalGeneration, "meta")
+    seen: list[torch.Tensor] = []
+
+    def stop(pixels: torch.Tensor, *args: object, **kwargs: object) -> None:
+        seen.append(pixels)
+        raise InterruptedError
+
+    monkeypatch.setattr(model.vision_tower, "forward", stop)
+    ranks = SimpleNamespace(tp_size=1, attn_tp_size=1, attn_tp_rank=0)
+    for module in (kimi_k3, mm_utils):
+        monkeypatch.setattr(module, "get_parallel", lambda: ranks, raising=False)
+    monkeypatch.setattr(kimi_k3, "get_server_args", lambda: ranks, raising=False)
+    items = our_items()
+    if moved:
+        for item in items:
+            item.feature = item.feature.to("meta")
+    before = [item.feature for item in items]
+    with pytest.raises(InterruptedError):
+        model.get_image_feature(items)
+    (pixels,) = seen
+    assert (pixels.device.type, pixels.shape) == ("meta", (PATCHES, 3, 14, 14))
+    assert pixels.dtype == model.vision_tower.patch_embed.proj.weight.dtype
+    assert all(a.feature is b for a, b in zip(items, before, strict=True))

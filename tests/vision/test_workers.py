@@ -20,6 +20,7 @@ from PIL import Image
 from k3vl.config import K3_MEDIA
 from k3vl.errors import CapacityError, MediaError
 from k3vl.types import MediaPart
+from k3vl.vision import worker, workers
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import FetchPolicy
 from k3vl.vision.workers import MediaWorkers
@@ -85,6 +86,60 @@ def test_workers_do_what_the_processor_does() -> None:
         assert caught.value.code == expected.value.code
 
     with_workers(test)
+
+
+def test_patches_come_through_the_pipe_where_no_memory_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "_unnamed_file", lambda: None)
+
+    async def test(pool: MediaWorkers) -> None:
+        here = MediaProcessor(K3_MEDIA)
+        for part in (MediaPart("image", FOX), MediaPart("video", CLIP)):
+            same(await pool.process(part), here.process(part))
+
+    with_workers(test)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory is shared")
+def test_shared_memory_is_read_whole_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_KEPT_BYTES", 1000)
+    first, second = np.arange(900, dtype=np.uint8), np.arange(100, dtype=np.uint8)
+    with workers._unnamed_file() as file:
+        for blobs, left in (((first, second), 1000), ((first, second, second), 0)):
+            size = worker.store(file.fileno(), [blob.data for blob in blobs])
+            found = worker.fetch(file.fileno(), size)
+            np.testing.assert_array_equal(found, np.concatenate(blobs))
+            assert os.fstat(file.fileno()).st_size == left
+        assert worker.store(file.fileno(), []) == 0
+        assert worker.fetch(file.fileno(), 0).size == 0
+        with pytest.raises(EOFError):
+            worker.fetch(file.fileno(), 1)
+
+
+def test_what_was_handed_out_stays_as_it_was() -> None:
+    """The memory of a worker is written again; its answers are copies."""
+
+    async def test(pool: MediaWorkers) -> None:
+        (item,) = (await pool.process(MediaPart("image", FOX))).items
+        before = item.patches.copy()
+        await pool.process(MediaPart("video", CLIP))
+        np.testing.assert_array_equal(item.patches, before)
+
+    with_workers(test)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux lists them")
+def test_workers_that_were_killed_leave_no_files_open() -> None:
+    def files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = []
+    for _ in range(2):
+        pool = MediaWorkers(MediaProcessor(K3_MEDIA), num_workers=2)
+        pool.kill()
+        counts.append(files())
+    assert counts[0] == counts[1]
 
 
 def test_parts_are_processed_side_by_side() -> None:

@@ -1,4 +1,4 @@
-"""SGLang's K3, with every tensor of its vision side where the weights are.
+"""SGLang's K3, with every tensor of its vision side where the weights are, and our pixels there.
 
 SGLang builds a model under ``with torch.device(...)``, which places what is created there, and
 loads weights into it; the loaders for K3's formats never call ``model.to``. A buffer made from a
@@ -11,10 +11,12 @@ first clip ended the scheduler with an error about two devices.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.models import kimi_k3
 from torch import Tensor
+
+from k3vl.sglang.features import as_the_tower_wants
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +37,12 @@ class KimiK3ForConditionalGeneration(kimi_k3.KimiK3ForConditionalGeneration):  #
             if moved:
                 log.info("k3vl: moved beside the weights: %s", ", ".join(moved))
         super().precompile_kernels_after_loading()
+
+    def get_image_feature(self, items: list[Any]) -> Tensor:
+        """Called by SGLang for pictures and clips that its cache of embeddings does not have."""
+        weight = self.vision_tower.patch_embed.proj.weight
+        wanted = as_the_tower_wants(items, self.vision_tower.device, weight.dtype)
+        return super().get_image_feature(wanted)  # type: ignore[no-any-return]
 
 
 def gather(module: nn.Module) -> list[str]:

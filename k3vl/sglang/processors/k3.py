@@ -5,6 +5,9 @@ which its K3 tower takes as it is. So padding, batching, vision data parallelism
 cache and the prefix cache below are SGLang's own, and clips share them with pictures. An item's
 identity is our digest over its pixels, its grid and the settings: groups that two clips have in
 common are encoded once.
+
+Pixels stay uint8 until they are beside the tower (``features.py``): a quarter of the bytes through
+the processes, and no arithmetic in this one, whose event loop every request shares.
 """
 
 from __future__ import annotations
@@ -32,11 +35,12 @@ from k3vl.errors import CapacityError, K3VLError, MediaError, RequestError
 from k3vl.load import load_chat_defaults
 from k3vl.sglang.chat import K3ChatAdapter
 from k3vl.sglang.checkpoint import checkpoint_directory
+from k3vl.sglang.features import NORMALISE_KEY
 from k3vl.sglang.releases import this_release
 from k3vl.sglang.settings import PluginSettings
 from k3vl.sglang.slots import expand, find_slots
 from k3vl.types import MediaPart
-from k3vl.vision.processor import MediaProcessor, normalise
+from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.workers import MediaWorkers
 from k3vl.xtml.tokenizer import load_tokenizer
 
@@ -173,7 +177,9 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
                 output = await self._release.picture(self, source, content_hash, self._pad_id)
                 return _Medium(output.input_ids, output.mm_items)
             media = await self._load(slot.kind, source)
-            # Float pixels of a long clip take seconds that the event loop does not have.
+            if slot.kind == "image":
+                return self._ours(media)
+            # The tokens of a long clip take time that the event loop does not have.
             return await asyncio.to_thread(self._ours, media)
         except MediaError as exc:
             message = f"{slot.kind} {slot.index}: {str(exc).removeprefix(f'{slot.kind}: ')}"
@@ -225,14 +231,18 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
 
     def _ours(self, media: ProcessedMedia) -> _Medium:
         """Tokens and items of a medium that we prepared."""
+        config = self._media.config
         token_ids, spans = expand(media.layout, self._vocabulary, self._pad_id)
         items = []
         for (offset, length), item in zip(spans, media.items, strict=True):
             entry = MultimodalDataItem(
                 modality=Modality.IMAGE,
-                feature=torch.from_numpy(normalise(item.patches, self._media.config)),
+                feature=torch.from_numpy(item.patches),
                 offsets=[(offset, offset + length - 1)],
-                model_specific_data={"image_grid_thw": torch.tensor([item.grid_thw])},
+                model_specific_data={
+                    "image_grid_thw": torch.tensor([item.grid_thw]),
+                    NORMALISE_KEY: [*config.image_mean, *config.image_std],
+                },
             )
             self._release.identify(entry, bytes.fromhex(item.digest))
             items.append(entry)
