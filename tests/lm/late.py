@@ -128,7 +128,7 @@ def on_a_stream(monkeypatch, engine) -> Stream:
     monkeypatch.setattr(decode, "_carry", lambda *args: stream.put(lambda: carry(*args)))
     monkeypatch.setattr(decode._Sampling, "launch", launch)
     monkeypatch.setattr(decode, "mark", lambda device: Place())
-    monkeypatch.setattr("k3vl.lm.engine.build_batch", stream.behind(build_batch))
+    monkeypatch.setattr("k3vl.lm.prompts.build_batch", stream.behind(build_batch))
     cache = engine.cache
     for name in ("clear", "copy", "write_units", "read_units", "write_features", "read_features"):
         setattr(cache, name, stream.behind(getattr(cache, name)))
