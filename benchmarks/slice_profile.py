@@ -2,7 +2,7 @@
 
     python -m benchmarks.slice_profile [--layers 5] [--decode 1,32] [--prefill 4096] \
         [--context 512] [--pass-tokens 8192] [--output FILE.json] [--device cpu --tiny] \
-        [--ways ';awaited;late;torch;one stream;16,512,2,2048,4']
+        [--ways ';ahead;late;torch;one stream;16,512,2,2048,4']
 
 The engine is that of ``k3vl bench slice``, on the same random weights; nothing is compared. First
 steps are timed as they are: what the host does before the model is replayed, while it runs and
@@ -39,7 +39,7 @@ from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
 from k3vl.kernels.moe.latent import ComposedLatentMoE
-from k3vl.lm.decode import StaticDecode, padded_size
+from k3vl.lm.decode import padded_size
 from k3vl.lm.engine import Engine
 from k3vl.load import choose_device
 from k3vl.synthetic import random_model
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from k3vl.lm.backend import Token
+    from k3vl.lm.decode import Decode
 
 WARM_UP, TIMED, TRACED = 3, 21, 8
 KINDS = {
@@ -222,11 +223,11 @@ class HostClock:
 
 
 @contextmanager
-def other_way(name: str):
+def other_way(name: str, decoder: Decode):
     """Record steps in another way.
 
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
-    ``awaited``: every step is launched when the tokens of the last one are known.
+    ``ahead``: steps are launched before the tokens of the last one are known.
     ``one stream``: shared experts behind the routed ones. Numbers: of a
     :class:`~k3vl.kernels.linear.gpu.RowShape`.
     """
@@ -241,8 +242,8 @@ def other_way(name: str):
         elif name == "torch":
             for module in (linear, moe):
                 stack.enter_context(patch.object(module, "is_row", lambda *_: False))
-        elif name == "awaited":
-            stack.enter_context(patch.object(StaticDecode, "overlaps", False))
+        elif name == "ahead":
+            stack.enter_context(patch.object(decoder, "overlaps", True))
         elif name == "one stream":
             whole = ComposedLatentMoE.__call__
             stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", whole))
@@ -257,7 +258,7 @@ def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict
     found: dict[str, Any] = {"what": "decode B1, ways"}
     for turn in range(2):
         for way in ways:
-            with other_way(way):
+            with other_way(way, engine.decoder):
                 engine.decoder.renew(engine.model)
                 timed = decoding(engine, 1, options, trace=False)
             for key in ("step_us", "model_us"):

@@ -110,7 +110,8 @@ class Held:
         batch = self.batch(case)
 
         def step() -> torch.Tensor:
-            stream = model.stream(x, model.config)
+            stream = model.stream(len(x), x, model.config)
+            stream.first.copy_(x)
             stream.begin_layer(1)  # not the first of a block
             model.layers[index](stream, batch, state)
             return stream.rows[0]

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
+from k3vl.kernels.linear import added
 from k3vl.kernels.moe.latent import ComposedLatentMoE
-from k3vl.kernels.weight import plain
 from k3vl.lm.kda import KimiDeltaAttention
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ class Summed:
     op: Callable[..., torch.Tensor]
     ranks: Ranks
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.ranks.add(self.op(*args, **kwargs))
+    def __call__(self, *args: Any, onto: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        return added(self.ranks.add(self.op(*args, **kwargs)), onto)
 
 
 class SplitLatentMoE:
@@ -58,7 +57,9 @@ class SplitLatentMoE:
         self.op, self.rms_norm, self.ranks = op, rms_norm, ranks
         self.second = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def __call__(self, x: torch.Tensor, weights: MoEWeights[Any]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: MoEWeights[Any], onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         w = weights
         assert w.down is not None
         assert w.up is not None
@@ -69,14 +70,10 @@ class SplitLatentMoE:
             beside.wait_stream(here)
             with torch.cuda.stream(beside):
                 both[:, latent_width:] = self.op.gated_mlp(x, w.shared)
+        logits, latent = self.op.front(x, w.router, w.down)
         chosen, experts = self.op.route(
-            self.op.router_logits(x, w.router),
-            w.router_bias,
-            w.top_k,
-            renormalise=w.renormalise,
-            scale=w.scale,
+            logits, w.router_bias, w.top_k, renormalise=w.renormalise, scale=w.scale
         )
-        latent = F.linear(x, plain(w.down))
         both[:, :latent_width] = self.op.moe_experts(
             latent, chosen, experts, w.experts, w.activation, None, w.eps
         )
@@ -87,7 +84,7 @@ class SplitLatentMoE:
         total, shared = self.ranks.add(both).split([latent_width, x.shape[1]], -1)
         if w.norm is not None:
             total = self.rms_norm(total, w.norm, w.eps)
-        return F.linear(total, plain(w.up)) + shared
+        return self.op.linear(total, w.up, onto=added(shared, onto))
 
 
 def split_kernels(kernels: Kernels, ranks: Ranks) -> Kernels:

@@ -43,7 +43,10 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Records a step as a CUDA graph; all graphs share one pool of memory.
+    """Records a step as a CUDA graph; all graphs share one pool of memory, and a stream.
+
+    The stream is no other runner's: cuBLAS has a workspace for every stream that it is recorded on,
+    and graphs of two runners, such as the tower's and decoding's, are replayed side by side.
 
     Recorded when first wanted and not at start: every size costs seconds of compiling and capturing
     a whole model, and one caption needs one of them.
@@ -52,10 +55,11 @@ class GraphRunner:
     def __init__(self) -> None:
         """An empty pool."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def make(self, step: Step) -> Step:
         """See :class:`Runner`; replays go where the caller is then, in its stream's order."""
-        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, stream = torch.cuda.current_stream(), self._stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             step()  # compiles kernels and loads libraries, which cannot be recorded
@@ -65,7 +69,9 @@ class GraphRunner:
         # outer stream is there for a capture that fails, after which torch leaves its own current.
         with (
             torch.cuda.stream(current),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ),
         ):
             out = step()
 

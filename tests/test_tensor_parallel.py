@@ -102,4 +102,6 @@ def test_at_k3s_dimensions_nothing_waits_for_the_device(case: Case) -> None:
                 with device_only() as launches:
                     assert step().shape == x.shape
                 launched.append([launch.kernel for launch in launches])
-    assert launched[:3] == launched[3:], "the same kernels, over less"
+    for whole, divided in zip(launched[:3], launched[3:], strict=True):
+        norm = ["rms_norm_kernel"] * ("combine_kernel" in whole)  # behind the sum over ranks
+        assert sorted([*whole, *norm]) == sorted(divided), "the same kernels, over less"

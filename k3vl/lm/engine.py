@@ -10,8 +10,7 @@ each other (the compiled ones for CPUs) have that by themselves, and a chunk of 
 pass that it may share with other prompts, cut only where a checkpoint is taken; and what decoding
 computed is kept like a prompt's state. With others the rounding of a matrix product depends on
 its height; prompts then run page by page, every page in a forward pass of its own with
-``page_size`` rows, the last in whole tiles (small models on a device: at fixed sizes,
-``prompts.py``), and requests that decode share one pass (about 1e-4 of
+``page_size`` rows, the last in whole tiles, and requests that decode share one pass (about 1e-4 of
 a float32 logit) unless ``exact_decode`` gives each its own. Where nothing is kept for others
 (``reuse`` off) and ``exact_decode`` is off too, prompts share passes in the same way.
 """
@@ -115,13 +114,8 @@ class Engine:
         """
         dtype, device = model.embedding.dtype, model.embedding.device
         states = states_as(config.checkpoint_dtype)
-        sizes = plan_cache(
-            model.config,
-            dtype,
-            budget_bytes=config.cache_bytes,
-            page_size=config.page_size,
-            states=states,
-        )
+        budget, page = config.cache_bytes, config.page_size
+        sizes = plan_cache(model.config, dtype, budget_bytes=budget, page_size=page, states=states)
         self.model, self.config = model, config
         self.encoding = encoding(encoder)
         self.stop_ids = frozenset(stop_ids)

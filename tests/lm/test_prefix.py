@@ -62,7 +62,7 @@ def test_a_kept_state_is_not_written_by_those_who_start_from_it() -> None:
     )
     assert node.checkpoint is not None
     units = list(node.checkpoint.units)
-    buffer = runner.cache.buffer.view(-1).view(runner.scheduler.sizes.num_units, -1)
+    buffer = runner.cache.buffer.view(-1, runner.scheduler.sizes.unit_bytes)
     before = buffer[units].clone()
     for tail in range(3):
         longer = Prompt((*text(70).token_ids, *tokens(20, seed=tail)))
