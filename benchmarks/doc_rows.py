@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from benchmarks.measured import Row
 
-_THEN = "6c1f8ef"
-"""A run in which defaults of today were variants."""
+_THEN, _LATER, _LAST = "6c1f8ef", "cbb41db", "200d8a6"
+"""Runs in which defaults of today were variants."""
 
 
 def _prefill(label: str, shape: str, goal: float, share: float | None = None) -> Row:
     variant = "k3vl, PrefillShape(values=64, warps=4, stages=3, registers={}, parts=1, segment=0)"
     registers = 168 if "H12" in shape else 128
+    values, stages = (64, 3) if "H12" in shape else (128, 5)
+    hopper = f"values={values}, stages={stages}, registers=128, full=True, group=0"
     return Row(
         label=f"KDA prefill {label}",
         op="kda_prefill",
@@ -20,7 +22,7 @@ def _prefill(label: str, shape: str, goal: float, share: float | None = None) ->
         against="fla",
         goal=goal,
         share=share,
-        instead={_THEN: variant.format(registers)},
+        instead={_THEN: variant.format(registers), _LATER: f"k3vl, HopperShape({hopper})"},
     )
 
 
@@ -42,15 +44,27 @@ def _residual(tokens: int, goal: float | None, share: float | None = None) -> Ro
         shape=f"T{tokens} ",
         goal=goal,
         share=share,
+        instead={_LATER: "k3vl, a cluster a token" if tokens <= 32 else "k3vl, 4 stages"},
     )
 
+
+_RING = "k3vl, RingShape(programs=0, groups=1, stages=1, keep=False, registers=168, store='')"
+_FLASH = "k3vl, HopperFlash(programs={}, turns=False)"
+_FUSED = "k3vl, fused, Gluon attention"
 
 KERNELS = (
     _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26),
     _prefill("T8192 H12", "1 x T8192 H12", 2.0),
     _prefill("64 x T128 H96", "64 x T128 H96", 2.0),
-    Row(label="KDA decode B32 H96", op="kda_decode", shape="B32 H96", goal=1.25, share=0.9),
-    Row(label="KDA decode B128 H96", op="kda_decode", shape="B128 H96"),
+    Row(
+        label="KDA decode B32 H96",
+        op="kda_decode",
+        shape="B32 H96",
+        goal=1.25,
+        share=0.9,
+        instead={_LATER: _RING},
+    ),
+    Row(label="KDA decode B128 H96", op="kda_decode", shape="B128 H96", instead={_LATER: _RING}),
     _mla("B1 L8192", "B1 L8192 ", 33),
     _mla("B1 L32768", "B1 L32768 ", 66, 1.5),
     _mla("B32 L8192", "B32 L8192 ", 2, 1.0),
@@ -61,6 +75,7 @@ KERNELS = (
         op="mla_prefill",
         shape="T8192 L8192 ",
         against="SGLang's Triton",
+        instead={_LATER: _FLASH.format(0)},
     ),
     Row(
         label="MLA prefill T32768",
@@ -68,12 +83,14 @@ KERNELS = (
         shape="T32768 L32768 ",
         against="SGLang's Triton",
         goal=4.0,
+        instead={_LATER: _FLASH.format(0)},
     ),
     Row(
         label="MLA prefill T8192 behind 24,576 (SGLang expands nothing)",
         op="mla_prefill",
         shape="T8192 L32768 ",
         against="SGLang's Triton over latents",
+        instead={_LATER: _FLASH.format(0)},
     ),
     *(_residual(tokens, 2.5) for tokens in (1, 8, 32)),
     _residual(8192, None, 0.75),
@@ -82,6 +99,7 @@ KERNELS = (
         op="vision_attention",
         shape="1 x 5476 ",
         against="PyTorch",
+        instead={_LATER: _FLASH.format(132)},
     ),
     Row(
         label="tower and projector 1024x1024",
@@ -89,10 +107,23 @@ KERNELS = (
         shape="1024x1024",
         goal=1.2,
         share=0.6,
+        instead={_LATER: _FUSED},
     ),
-    Row(label="tower and projector, 16 of 448x448", op="vision_tower", shape="16 of 448x448"),
+    Row(
+        label="tower and projector, 16 of 448x448",
+        op="vision_tower",
+        shape="16 of 448x448",
+        instead={_LATER: _FUSED},
+    ),
 )
 
+_EARLY = {_LAST: "k3vl, few, in w4 d2 r128 early, back w2 d2 early"}
+_FEW = {
+    1: {_LAST: "k3vl, few, in w4 p2 d2, back w2 d2"},
+    8: _EARLY,
+    32: _EARLY,
+    128: {_LATER: "k3vl, few, in w4 d2, back w2 d2, together"},
+}
 _NARROW = "128x256 w4 s3 and 128x256 w4 s3"
 _WIDE = "128x128 w8 s3 and 128x128 w8 s3"
 
@@ -107,7 +138,7 @@ def _experts(
         against="Marlin",
         goal=goal,
         share=share,
-        instead={_THEN: f"k3vl, joined, {joined}"} if joined else {},
+        instead={_THEN: f"k3vl, joined, {joined}"} if joined else _FEW.get(tokens, {}),
     )
 
 
@@ -142,7 +173,6 @@ def _choice(tokens: int, joined: str) -> Choice:
 
 
 EIGHT_OR_ONE = (
-    *(_choice(tokens, "64x256 w4 s3 and 64x256 w4 s3") for tokens in (1, 8, 32, 128)),
     *(_choice(tokens, _NARROW) for tokens in (512, 2048)),
     *(_choice(tokens, _WIDE) for tokens in (8192, 16384)),
 )

@@ -85,25 +85,10 @@ def moe_cases() -> Iterator[Case]:
 
 
 _BACK = Few(warps=2)
-_EARLY = Few(warps=2, early=True)
-_HALF = Few(parts=2, registers=96)
 _ONE = {
-    "in w4 d1 r80, back w2 d2": FewShapes(gate_up=Few(depth=1, registers=80), down=_BACK),
-    "in w4 d1 r80 early, back w2 d2 early": FewShapes(
-        gate_up=Few(depth=1, registers=80, early=True), down=_EARLY
-    ),
-    "in w4 p2 d2, back w2 d2": FewShapes(gate_up=_HALF, down=_BACK),
-    "in w4 p2 d2, back w4 p2 d2": FewShapes(gate_up=_HALF, down=Few(parts=2)),
-    "in w4 p2 d1 r80 early, back w2 d2": FewShapes(
-        gate_up=Few(parts=2, depth=1, registers=80, early=True), down=_BACK
-    ),
+    "in w4 p2 d2, back w4 p2 d2": FewShapes(gate_up=Few(parts=2, registers=96), down=Few(parts=2)),
 }
-_MORE = {
-    "in w4 d1 r80 early, back w2 d2 early": _ONE["in w4 d1 r80 early, back w2 d2 early"],
-    "in w4 d2 r128 early, back w2 d2 early": FewShapes(
-        gate_up=Few(registers=128, early=True), down=_EARLY
-    ),
-}
+_MORE = {"in w4 d2 r96, back w2 d2": FewShapes(gate_up=Few(registers=96), down=_BACK)}
 """Warps of a program, parts of the columns, steps asked for at once, registers."""
 
 
@@ -112,9 +97,8 @@ def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Calla
     if tokens * _K >= JOINED_PAIRS * _E:
         return {}
     shapes = _ONE if tokens == 1 else _MORE
-    eight = {} if tokens == 1 else {"eight products a step": separate_products}
     return {
-        **{name: partial(ours, products=products) for name, products in eight.items()},
+        "eight products a step": partial(ours, products=separate_products),
         **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
     }
 

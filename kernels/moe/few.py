@@ -61,17 +61,17 @@ class FewShapes:
     down: Few
 
 
-SHAPES = FewShapes(gate_up=Few(registers=96), down=Few(warps=2))
+SHAPES = FewShapes(gate_up=Few(registers=128, early=True), down=Few(warps=2, early=True))
 """From two tokens on."""
 
-ALONE: FewShapes | None = None
-"""Of a single token; None: the products in ``experts_kernel.py`` are faster."""
+ALONE = FewShapes(gate_up=Few(parts=2, registers=96), down=Few(warps=2))
+"""Of a single token."""
 
 
 def few_shapes(tokens: int, stored: Mxfp4Experts) -> FewShapes | None:
     """How so many tokens' products are cut; None where other products take them."""
     shapes = ALONE if tokens == 1 else SHAPES
-    return shapes if shapes is not None and can_take(stored, shapes) else None
+    return shapes if can_take(stored, shapes) else None
 
 
 def can_take(stored: Mxfp4Experts, shapes: FewShapes) -> bool:

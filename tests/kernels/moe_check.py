@@ -15,8 +15,8 @@ from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.experts import FloatExperts
+from k3vl.kernels.moe.few import ALONE, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
-from k3vl.kernels.moe.few import Few, FewShapes, can_take
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
     moe_experts_gpu,
@@ -43,12 +43,7 @@ SITU = SituGLU(beta=4.0, linear_beta=25.0)
 OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
 }
-FEW_SHAPES = {
-    "taken": FEW,
-    "early": FewShapes(
-        gate_up=Few(parts=2, depth=1, registers=80, early=True), down=Few(warps=2, early=True)
-    ),
-}
+FEW_SHAPES = {"taken": FEW, "of one token": ALONE}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:

@@ -15,8 +15,8 @@ from tests.device_only import META, device_only
 pytest.importorskip("triton")
 
 from k3vl.kernels.choice import triton_kernels
-from k3vl.kernels.moe import few, gpu, joined
-from k3vl.kernels.moe.few import SHAPES, FewShapes
+from k3vl.kernels.moe import gpu, joined
+from k3vl.kernels.moe.few import SHAPES
 from k3vl.kernels.moe.gpu import FEW_PAIRS, SORTED_TOKENS, moe_experts_mxfp4_gpu
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.moe.plan import WIDTHS
@@ -88,21 +88,12 @@ def test_launches_for_few_tokens(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "taken"), [(2, "few"), (128, "few"), (447, "few"), (448, "joined")]
+    ("tokens", "taken"), [(1, "few"), (2, "few"), (128, "few"), (447, "few"), (448, "joined")]
 )
 def test_which_products_are_taken(tokens: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Gluon runs, few tokens of bfloat16 have products of their own."""
     monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
     assert products_of(tokens, torch.bfloat16) == taken
-
-
-@pytest.mark.parametrize(("shapes", "taken"), [(None, "mxfp4"), (SHAPES, "few")])
-def test_which_products_a_token_alone_takes(
-    shapes: FewShapes | None, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
-    monkeypatch.setattr(few, "ALONE", shapes)
-    assert products_of(1, torch.bfloat16) == taken
 
 
 def test_products_for_few_tokens_are_not_taken_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

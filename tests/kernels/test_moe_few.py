@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels.moe import moe_experts
+from k3vl.kernels.moe.few import ALONE, Few, FewShapes, few_products
 from k3vl.kernels.moe.few import SHAPES as TAKEN
-from k3vl.kernels.moe.few import Few, FewShapes, few_products
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, plan_experts
 from k3vl.kernels.situ import SituGLU
@@ -32,6 +32,7 @@ SHAPES = {
     ),
     "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2)),
     "taken": TAKEN,
+    "of one token": ALONE,
 }
 
 
