@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,14 +115,17 @@ def test_other_ways_are_undone() -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu
 
-    usual, takes = gpu.ROW, gpu.is_row
-    with other_way("late"):
+    usual, takes, decoder = gpu.ROW, gpu.is_row, SimpleNamespace(overlaps=False)
+    with other_way("late", decoder):
         assert dependent._joined.get()
-    with other_way("torch"):
+    with other_way("torch", decoder):
         assert not gpu.is_row()
-    with other_way("16,512,2,2048,3"):
+    with other_way("16,512,2,2048,3", decoder):
         assert gpu.RowShape(16, 512, 2, 2048, 3) == gpu.ROW
-    with other_way("one stream"), other_way(""):
+    with other_way("ahead", decoder):
+        assert decoder.overlaps
+    with other_way("one stream", decoder), other_way("", decoder):
         pass
+    assert not decoder.overlaps
     assert (gpu.ROW, gpu.is_row) == (usual, takes)
     assert not dependent._joined.get()
