@@ -1,0 +1,137 @@
+"""The demo model's held-out answers on a CUDA device in float32, its engine taken apart.
+
+    python -m benchmarks.gpu_ways [--ways 'plain;recorded;recorded,shared'] [--every 1] [--times 2]
+
+Every way is a process of its own. It asks the questions of ``tests/e2e/heldout_answers.py``, 64 at
+once, ``--times`` times of the same engine (the first records sizes in the middle of traffic and
+fills the cache, later ones find both), and says how many answers are not the CPU's. A way is some
+of these, joined by commas:
+
+- ``plain``: as it is.
+- ``padded``: prompts at fixed sizes, launched; ``recorded``: the same as graphs.
+- ``ahead``: decode steps are launched before tokens are known, where they can be. Answers that may
+  call tools have masks, and are never launched ahead: ``free`` drops the masks. Answers may differ
+  by that alone, so compare ``free`` with ``free,ahead``.
+- ``shared``: all graphs are captured on one stream, so they share a workspace of cuBLAS.
+- ``no workspace``: cuBLAS has none at all.
+- ``in step``: pictures are encoded in the engine's own stream; ``tower launched``: not as graphs.
+- ``plain tower``: its blocks from smaller operators.
+- ``late``: no launch begins before the one in front of it has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from k3vl.kernels.choice import Kernels
+
+WAYS = (
+    "plain;recorded;recorded,shared;recorded,shared,no workspace;recorded,shared,in step;"
+    "recorded,late;padded;plain tower"
+)
+
+
+def patch(way: frozenset[str]) -> None:
+    """Change what an engine is made of, before one is."""
+    import k3vl.load
+    from k3vl.kernels import dependent
+    from k3vl.kernels import recording as made
+    from k3vl.lm import engine, sampler
+    from k3vl.lm.decode import StaticDecode
+    from k3vl.lm.encoding import EncodeInStep
+    from k3vl.lm.prompts import StaticPrompts
+
+    k3vl.load.choose_device = lambda device: (torch.device("cuda"), torch.float32)
+    one = torch.cuda.Stream()
+
+    def runner() -> made.GraphRunner:
+        new = made.GraphRunner()
+        if "shared" in way:
+            new._stream = one
+        return new
+
+    k3vl.load.GraphRunner = (lambda: None) if "tower launched" in way else runner
+    engine.decoder = lambda model, cache: StaticDecode(
+        model, cache, runner(), overlaps="ahead" in way
+    )
+    if way & {"padded", "recorded"}:
+        engine.prompts = lambda model, cache: StaticPrompts(
+            model, cache, runner() if "recorded" in way else made.EagerRunner()
+        )
+    if "in step" in way:
+        k3vl.load.choose_encoding = lambda device, config: EncodeInStep
+    if "late" in way:
+        dependent._joined = ContextVar("joined", default=True)
+    if "plain tower" in way:
+        from k3vl.kernels.vision_attention.gpu import vision_attention
+        from k3vl.kernels.vision_block import ComposedVisionBlock
+        from k3vl.kernels.vision_pos.gpu import rotate
+
+        chosen = k3vl.load.choose
+
+        def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
+            kernels = chosen(device, dtype)
+            block = ComposedVisionBlock(attention=vision_attention, rotate=rotate)
+            return replace(kernels, vision=replace(kernels.vision, block=block))
+
+        k3vl.load.choose = choose
+    if "free" in way:
+        begin = sampler.Sampler.__init__
+        sampler.Sampler.__init__ = lambda self, params: begin(
+            self, replace(params, logit_mask=None)
+        )
+
+
+def ask_all(way: frozenset[str], every: int, times: int) -> None:
+    """Ask, compare and say."""
+    from k3vl.lm.engine import EngineConfig
+    from k3vl.pipeline import Pipeline
+    from tests.e2e.heldout_answers import ask, differences, questions, recorded
+
+    patch(way)
+    say = partial(print, flush=True)
+    with Pipeline.load(device="cuda", engine=EngineConfig(max_requests=64)) as pipeline:
+        for turn in range(times):
+            got = ask(pipeline, questions()[::every], in_flight=64)
+            found = differences(pipeline, got, recorded())
+            say(f"{','.join(sorted(way))}: turn {turn}: {len(found)} of {len(got)} differ")
+            for want, have in found[:6]:
+                say(f"    {want[:60]!r} -> {have[:90]!r}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("--one", action="store_true", help="in this process")
+    args = parser.parse_args()
+    for name in args.ways.split(";"):
+        way = frozenset(part.strip() for part in name.split(","))
+        if args.one:
+            ask_all(way, args.every, args.times)
+            continue
+        environment = dict(os.environ)
+        if "no workspace" in way:
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+        command = [sys.executable, "-m", "benchmarks.gpu_ways", "--one", "--ways", name]
+        command += ["--every", str(args.every), "--times", str(args.times)]
+        root = Path(__file__).resolve().parents[1]
+        subprocess.run(command, env=environment, cwd=root, check=False)
+
+
+if __name__ == "__main__":
+    main()
