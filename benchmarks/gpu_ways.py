@@ -15,6 +15,9 @@ of these, joined by commas:
 - ``shared``: all graphs are captured on one stream, so they share a workspace of cuBLAS.
 - ``no workspace``: cuBLAS has none at all.
 - ``in step``: pictures are encoded in the engine's own stream; ``tower launched``: not as graphs.
+- ``kept``: no record of the tower is dropped. Where torch has
+  ``clearCublasWorkspacesForStream`` (printed), a graph that goes takes the workspace of all that
+  were captured on its stream with it.
 - ``plain tower``: its blocks from smaller operators.
 - ``late``: no launch begins before the one in front of it has ended.
 """
@@ -25,32 +28,35 @@ import argparse
 import os
 import subprocess
 import sys
+from collections import Counter
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from k3vl.kernels.choice import Kernels
+    from k3vl.kernels.recording import Step
+    from k3vl.lm.decode import Launched
 
 WAYS = (
     "plain;recorded;recorded,shared;recorded,shared,no workspace;recorded,shared,in step;"
-    "recorded,late;padded;plain tower"
+    "recorded,shared,kept;recorded,late;free,ahead;padded;plain tower"
 )
 
 
 def patch(way: frozenset[str]) -> None:
     """Change what an engine is made of, before one is."""
     import k3vl.load
-    from k3vl.kernels import dependent
     from k3vl.kernels import recording as made
     from k3vl.lm import engine, sampler
     from k3vl.lm.decode import StaticDecode
     from k3vl.lm.encoding import EncodeInStep
     from k3vl.lm.prompts import StaticPrompts
+    from k3vl.vision import repeats
 
     k3vl.load.choose_device = lambda device: (torch.device("cuda"), torch.float32)
     one = torch.cuda.Stream()
@@ -69,9 +75,13 @@ def patch(way: frozenset[str]) -> None:
         engine.prompts = lambda model, cache: StaticPrompts(
             model, cache, runner() if "recorded" in way else made.EagerRunner()
         )
+    if "kept" in way:
+        repeats._MOST_RECORDS, repeats._MOST_BYTES = 1 << 20, 1 << 40
     if "in step" in way:
         k3vl.load.choose_encoding = lambda device, config: EncodeInStep
     if "late" in way:
+        from k3vl.kernels import dependent
+
         dependent._joined = ContextVar("joined", default=True)
     if "plain tower" in way:
         from k3vl.kernels.vision_attention.gpu import vision_attention
@@ -95,17 +105,44 @@ def patch(way: frozenset[str]) -> None:
 
 def ask_all(way: frozenset[str], every: int, times: int) -> None:
     """Ask, compare and say."""
+    from k3vl.kernels.recording import GraphRunner
+    from k3vl.lm.decode import StaticDecode
     from k3vl.lm.engine import EngineConfig
     from k3vl.pipeline import Pipeline
+    from k3vl.vision import repeats
     from tests.e2e.heldout_answers import ask, differences, questions, recorded
 
     patch(way)
+    counts = Counter[str]()
+    make_room, launch, make = repeats.Repeats._make_room, StaticDecode.launch, GraphRunner.make
+
+    def counted_room(self: repeats.Repeats, nbytes: int) -> None:
+        before = len(self._records)
+        make_room(self, nbytes)
+        counts["dropped"] += before - len(self._records)
+
+    def counted_launch(self: StaticDecode, *args: Any, sources: Any = None) -> Launched:
+        counts["steps"] += 1
+        counts["ahead"] += sources is not None
+        return launch(self, *args, sources=sources)
+
+    def counted_make(self: GraphRunner, step: Step) -> Step:
+        counts["graphs"] += 1
+        return make(self, step)
+
+    repeats.Repeats._make_room = counted_room
+    StaticDecode.launch = counted_launch
+    GraphRunner.make = counted_make
+    header = Path(torch.__path__[0]) / "include/ATen/cuda/CUDAContextLight.h"
+    clears = header.is_file() and "clearCublasWorkspacesForStream" in header.read_text()
     say = partial(print, flush=True)
+    say(f"torch {torch.__version__}, a graph that goes clears its stream's workspace: {clears}")
     with Pipeline.load(device="cuda", engine=EngineConfig(max_requests=64)) as pipeline:
         for turn in range(times):
             got = ask(pipeline, questions()[::every], in_flight=64)
             found = differences(pipeline, got, recorded())
-            say(f"{','.join(sorted(way))}: turn {turn}: {len(found)} of {len(got)} differ")
+            name = ",".join(sorted(way))
+            say(f"{name}: turn {turn}: {len(found)} of {len(got)} differ, {dict(counts)}")
             for want, have in found[:6]:
                 say(f"    {want[:60]!r} -> {have[:90]!r}")
 
