@@ -1,6 +1,6 @@
 """The demo model's held-out answers on a CUDA device in float32, its engine taken apart.
 
-    python -m benchmarks.gpu_ways [--ways 'ahead,recorded,shared;ahead,recorded'] [--every 1] [--times 2]
+    python -m benchmarks.gpu_ways [--ways 'recorded,shared;recorded'] [--every 1] [--times 2]
 
 Every way is a process of its own. It asks the questions of ``tests/e2e/heldout_answers.py``, 64 at
 once, ``--times`` times of the same engine (the first records sizes in the middle of traffic and
