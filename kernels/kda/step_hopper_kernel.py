@@ -9,11 +9,9 @@ programs where it held two.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.6 has the second name of each, later ones the first.
-meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
 
 
 @gluon.jit
@@ -32,23 +30,6 @@ def decay_factor(logits, rate, lower_bound, BOUNDED: gl.constexpr):
         # softplus without overflow: max(x, 0) + log(1 + exp(-|x|))
         g = -rate * (gl.maximum(logits, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(logits))))
     return gl.exp2(g * 1.4426950408889634)
-
-
-@gluon.jit
-def wait_for_inputs():
-    """As in ``dependent``, which is in Triton."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_next_begin():
-    """As in ``dependent``."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit

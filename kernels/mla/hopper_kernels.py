@@ -12,14 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# Triton 3.6 has the second name of each, later ones the first.
-meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from k3vl.kernels.gluon_parts import begin_copy, meet
 
 
 @gluon.jit
