@@ -83,15 +83,35 @@ def kda_decode(
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not batch:
         return out
-    early = begins_early(qkv)
+    units, bounded, early = batch * heads, weights.lower_bound is not None, begins_early(qkv)
+    args = step_arguments((qkv, gate, decay, write), weights, windows, states, cells, out)
     if hopper and hopper_runs(qkv.device) and hopper_steps(qkv, weights, windows, states):
-        hopper_step(qkv, gate, decay, write, weights, windows, states, cells, out, early=early)
+        hopper_step(args, states, units, bounded=bounded, early=early)
         return out
-    kda_step_kernel[(batch * heads,)](
-        qkv,
-        gate,
-        decay,
-        write,
+    kda_step_kernel[(units,)](
+        *args,
+        K=key,
+        BV=min(128, key),
+        W=width,
+        BOUNDED=bounded,
+        PDL=early,
+        num_warps=4,
+        launch_pdl=early,
+    )
+    return out
+
+
+def step_arguments(
+    inputs: tuple[torch.Tensor, ...],
+    weights: KDAWeights,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    cells: torch.Tensor,
+    out: torch.Tensor,
+) -> tuple[Any, ...]:
+    """What both kernels of one token take, of ``inputs`` qkv, gate, decay and write."""
+    return (
+        *inputs,
         weights.conv,
         weights.a_log,
         weights.dt_bias,
@@ -100,25 +120,14 @@ def kda_decode(
         states,
         cells,
         out,
-        qkv.stride(0),
-        gate.stride(0),
-        decay.stride(0),
-        write.stride(0),
+        *(x.stride(0) for x in inputs),
         cells.stride(0),
         *windows.stride()[:3],
         states.stride(0),
         weights.eps,
         weights.lower_bound or 0.0,
-        heads,
-        K=key,
-        BV=min(128, key),
-        W=width,
-        BOUNDED=weights.lower_bound is not None,
-        PDL=early,
-        num_warps=4,
-        launch_pdl=early,
+        cells.shape[1],
     )
-    return out
 
 
 def kda_prefill(

@@ -39,59 +39,30 @@ def hopper_steps(
 
 
 def hopper_step(
-    qkv: torch.Tensor,
-    gate: torch.Tensor,
-    decay: torch.Tensor,
-    write: torch.Tensor,
-    weights: KDAWeights,
-    windows: torch.Tensor,
+    args: tuple[Any, ...],
     states: torch.Tensor,
-    cells: torch.Tensor,
-    out: torch.Tensor,
+    units: int,
     *,
+    bounded: bool,
     early: bool,
     launch: Callable[..., None] | None = None,
 ) -> None:
-    """Fill ``out``, [B, H K]; the rest is as in :func:`k3vl.kernels.kda.kda_decode`.
+    """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
 
-    ``early``: it begins as soon as the launch before it lets it, and waits (``dependent``).
-    ``launch`` takes kernel, grid and arguments; None starts it on the device.
+    Args:
+        args: tensors, strides and numbers.
+        states: of the pool; among ``args``, too.
+        units: heads of sequences.
+        bounded: whether the decay is.
+        early: it begins as soon as the launch before it lets it, and waits (``dependent``).
+        launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    batch, heads = cells.shape
-    args: tuple[Any, ...] = (
-        qkv,
-        gate,
-        decay,
-        write,
-        weights.conv,
-        weights.a_log,
-        weights.dt_bias,
-        weights.o_norm,
-        windows,
-        states,
-        cells,
-        out,
-        qkv.stride(0),
-        gate.stride(0),
-        decay.stride(0),
-        write.stride(0),
-        cells.stride(0),
-        *windows.stride()[:3],
-        states.stride(0),
-        weights.eps,
-        weights.lower_bound or 0.0,
-        heads,
-    )
-    constants: dict[str, Any] = {
-        "K": KEY,
-        "BOUNDED": weights.lower_bound is not None,
-        "PDL": early,
-    }
+    constants: dict[str, Any] = {"K": KEY, "BOUNDED": bounded, "PDL": early}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
     block = [1, KEY, KEY]
     if launch is not None:
-        launch(kernel, (batch * heads, 1, 1), states, block, *args, **constants)
+        launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -99,4 +70,4 @@ def hopper_step(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": _REGISTERS, "launch_pdl": early}
-    kernel[(batch * heads,)](pool, *args, **constants, **options)
+    kernel[(units,)](pool, *args, **constants, **options)

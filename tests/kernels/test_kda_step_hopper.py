@@ -41,6 +41,7 @@ def pool(cells: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor) -> torch.Tensor:
+    from k3vl.kernels.kda.gpu import step_arguments
     from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -49,7 +50,9 @@ def run(weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor) -> tor
 
     assert hopper_steps(args[0], weights, *memory)
     out = torch.full(args[1].shape, NAN).bfloat16()
-    hopper_step(*args, weights, *memory, cells, out, early=True, launch=on_cpu)
+    given = step_arguments(args, weights, *memory, cells, out)
+    bounded = weights.lower_bound is not None
+    hopper_step(given, memory[1], cells.numel(), bounded=bounded, early=True, launch=on_cpu)
     return out
 
 
@@ -115,7 +118,7 @@ def test_decode_takes_it_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from k3vl.kernels.kda import gpu
 
     calls = []
-    monkeypatch.setattr(gpu, "hopper_step", lambda *args, early: calls.append(early))
+    monkeypatch.setattr(gpu, "hopper_step", lambda *args, early, **_: calls.append(early))
     monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
     weights, args = layer(-5.0), inputs(2)
     windows, states = pool(2 * HEADS)
