@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from k3vl.kernels.bench.parts import ON_DEVICE, events_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType
-
-ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 def device_time(seconds: float) -> dict[str, Any]:
@@ -28,11 +25,7 @@ def device_time(seconds: float) -> dict[str, Any]:
         time.sleep(seconds)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return summary_of(events, seconds)
+    return summary_of(events_of(profiler), seconds)
 
 
 def summary_of(events: Iterable[dict[str, Any]], seconds: float, *, shown: int = 15) -> Any:

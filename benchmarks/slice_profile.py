@@ -19,11 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -33,9 +32,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import k3vl.lm.decode as decode_module
-from benchmarks.gpu_profile import ON_DEVICE
 from k3vl.app import slice_bench
 from k3vl.app.slice_bench import SliceOptions, config_of
+from k3vl.kernels.bench import parts
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
 from k3vl.kernels.moe.latent import ComposedLatentMoE
@@ -47,6 +46,7 @@ from k3vl.synthetic import random_model
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from k3vl.kernels.bench.parts import Launch
     from k3vl.lm.backend import Token
     from k3vl.lm.decode import Decode
 
@@ -62,27 +62,9 @@ KINDS = {
 """What launches are for, by name; everything else is copies, casts and elementwise operators."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Something that ran on the device; microseconds."""
-
-    name: str
-    grid: str
-    begin: float
-    took: float
-    gap: float
-
-
 def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:
-    """What a Chrome trace says of the device, in order; ``gap`` is time in which nothing ran."""
-    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda e: e["ts"])
-    launches, reached = [], ran[0]["ts"] if ran else 0.0
-    for event in ran:
-        grid = "x".join(map(str, event.get("args", {}).get("grid", ())))
-        gap = max(0.0, event["ts"] - reached)
-        launches.append(Launch(short(event["name"]), grid, event["ts"], event["dur"], gap))
-        reached = max(reached, event["ts"] + event["dur"])
-    return launches
+    """What a Chrome trace says of the device, in order, under short names."""
+    return [replace(launch, name=short(launch.name)) for launch in parts.launches_of(events)]
 
 
 def short(name: str) -> str:
@@ -159,10 +141,7 @@ def traced(work) -> list[Launch]:
         work()
         if cuda:
             torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return launches_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    return launches_of(parts.events_of(profiler))
 
 
 # ---------------------------------------------------------------------- the engine

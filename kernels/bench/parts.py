@@ -14,10 +14,21 @@ from torch.profiler import ProfilerActivity, profile
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = 3
 _AHEAD = 100_000_000
 """Clock cycles, some 50 ms: more than Python needs to queue the launches of all calls, traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Something that ran on the device; microseconds, ``gap`` of them nothing ran before it."""
+
+    name: str
+    grid: str
+    begin: float
+    took: float
+    gap: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,32 +66,47 @@ def profile_call(work: Callable[[], object]) -> Profile:
         for _ in range(_CALLS):
             work()
         torch.cuda.synchronize()
+    return summarise(events_of(profiler), _CALLS)
+
+
+def events_of(profiler: profile) -> list[dict[str, Any]]:
+    """Of a Chrome trace of what was profiled."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return summarise(json.loads(path.read_text(encoding="utf-8"))["traceEvents"], _CALLS)
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:
+    """What a Chrome trace says of the device, in order."""
+    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda e: e["ts"])
+    launches, reached = [], ran[0]["ts"] if ran else 0.0
+    for event in ran:
+        grid = "x".join(map(str, event.get("args", {}).get("grid", ())))
+        gap = max(0.0, event["ts"] - reached)
+        launches.append(Launch(event["name"], grid, event["ts"], event["dur"], gap))
+        reached = max(reached, event["ts"] + event["dur"])
+    return launches
 
 
 def summarise(events: Iterable[dict[str, Any]], calls: int) -> Profile:
     """Of a Chrome trace; times are of one of ``calls`` calls. The sleep before them is left out."""
-    ran = [e for e in events if e.get("cat") in _ON_DEVICE and "spin_kernel" not in e["name"]]
-    ran.sort(key=lambda e: e["ts"])
+    ran = launches_of(e for e in events if "spin_kernel" not in e.get("name", ""))
     sums: dict[tuple[str, str], list[float]] = {}
-    idle, reached = 0.0, ran[0]["ts"] if ran else 0.0
-    first = reached
-    for event in ran:
-        grid = "x".join(map(str, event.get("args", {}).get("grid", ())))
-        part = sums.setdefault((event["name"], grid), [0, 0.0])
+    for launch in ran:
+        part = sums.setdefault((launch.name, launch.grid), [0, 0.0])
         part[0] += 1
-        part[1] += event["dur"]
-        idle += max(0.0, event["ts"] - reached)
-        reached = max(reached, event["ts"] + event["dur"])
+        part[1] += launch.took
+    idle = sum(launch.gap for launch in ran)
+    span = max((launch.begin + launch.took for launch in ran), default=0.0)
+    span -= ran[0].begin if ran else 0.0
     parts = [
         Part(name=name, grid=grid, count=count / calls, total=total / calls)
         for (name, grid), (count, total) in sums.items()
     ]
     parts.sort(key=lambda part: -part.total)
-    return Profile(span=(reached - first) / calls, idle=idle / calls, parts=tuple(parts))
+    return Profile(span=span / calls, idle=idle / calls, parts=tuple(parts))
 
 
 def table(found: Profile, rows: int = 16) -> list[str]:
