@@ -287,20 +287,34 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
     tl.store(out + n * WIDTH + o_d, total, live)
 
 
+LEAST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _key(biased, live):
+    """Scores to choose by, of which K are above -inf whatever they are: NaN is the greatest."""
+    key = tl.where(biased > LEAST, biased, LEAST)
+    key = tl.where(biased == biased, key, float("inf"))
+    return tl.where(live, key, float("-inf"))
+
+
 @triton.jit
 def route_kernel(
     logits, bias, weights, experts, scale,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Top K experts of one token by biased sigmoid; ties go to the lower index."""
+    """Top K experts of one token by biased sigmoid; ties go to the lower index.
+
+    K different ones of the E whatever the logits are: plans and products index by them.
+    """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
     score = 1 / (1 + tl.exp(-tl.load(logits + n * E + o_e, live, 0)))
-    biased = tl.where(live, score + tl.load(bias + o_e, live, 0), float("-inf"))
+    biased = _key(score + tl.load(bias + o_e, live, 0), live)
     o_k = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
     for j in tl.static_range(K):
@@ -332,7 +346,7 @@ def route_sorted_kernel(
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
     score = 1 / (1 + tl.exp(-tl.load(logits + n * E + o_e, live, 0)))
-    biased = tl.where(live, score + tl.load(bias + o_e, live, 0), float("-inf"))
+    biased = _key(score + tl.load(bias + o_e, live, 0), live)
     bits = biased.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the numbers
     key = (bits.to(tl.int64) << 32) | (BLOCK - 1 - o_e).to(tl.int64)

@@ -161,6 +161,64 @@ def check_router() -> None:
         torch.testing.assert_close(router_logits_gpu(*given), want, rtol=1e-4, atol=1e-3)
 
 
+def spoilt_logits(tokens: int, experts: int) -> torch.Tensor:
+    """Nothing but NaN of either sign, infinities, or some of them, in every other row."""
+    logits = torch.randn(tokens, experts, device=DEVICE)
+    nan, inf = torch.tensor([float("nan"), float("inf")], device=DEVICE)
+    for row, value in enumerate((nan, -nan, inf, -inf)):
+        logits[row * 4] = value
+        logits[row * 4 + 2, ::3] = value
+    logits[14, ::2] = -inf
+    return logits
+
+
+def check_router_of_no_numbers() -> None:
+    """Whatever the logits are, experts are there and differ, and other rows are what they were."""
+    top_k, experts = 6, 20  # of a block of 32
+    bias = torch.randn(experts, device=DEVICE) * 0.1
+    for tokens in (16, SORTED_TOKENS + 1):
+        spoilt = spoilt_logits(tokens, experts)
+        clean = spoilt.clone()
+        clean[0:16:2] = 0.5
+        for how in (route, route_gpu):
+            for added in (bias, bias - float("inf"), bias * float("nan")):
+                chosen = how(spoilt, added, top_k, renormalise=True, scale=2.0)[1]
+                assert ((chosen >= 0) & (chosen < experts)).all(), f"{how.__name__}: no expert"
+                assert chosen.sort(1).values.diff(dim=1).all(), f"{how.__name__}: twice the same"
+            got, want = (how(x, bias, top_k, renormalise=True, scale=2.0) for x in (spoilt, clean))
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a[1::2], b[1::2]), f"{how.__name__}: other rows"
+            assert got[0][0].isnan().all(), f"{how.__name__}: NaN is lost"
+
+
+def check_one_token_of_no_numbers() -> None:
+    """Its neighbours get what they get beside a token of numbers, to the bit."""
+    tokens, shape, top_k = (40, (20, 256, 512), 2) if ON_GPU else (18, (5, 128, 128), 2)
+    packed = stored(*shape)
+    w13 = torch.randn(shape[0], 2 * shape[2], shape[1], device=DEVICE).to(DTYPE) * 0.1
+    w2 = torch.randn(shape[0], shape[1], shape[2], device=DEVICE).to(DTYPE) * 0.1
+    floats = FloatExperts(w13=w13, w2=w2)
+    weights, chosen = routing(tokens, shape[0], top_k, hot=True)
+    x = torch.randn(tokens, shape[1], device=DEVICE).to(DTYPE) * 0.1
+    norm = torch.rand(shape[1], device=DEVICE).to(DTYPE)
+    spoilt, no_weights = x.clone(), weights.clone()
+    spoilt[7], no_weights[7] = float("nan"), float("nan")
+    ways = {
+        "separate": partial(moe_experts_mxfp4_gpu, products=separate_products),
+        "joined": partial(moe_experts_mxfp4_gpu, products=joined_products),
+    }
+    if hopper_runs(DEVICE):
+        ways |= {name: partial(moe_experts_mxfp4_gpu, few=cut) for name, cut in FEW_SHAPES.items()}
+    runs = [(name, packed, run) for name, run in ways.items()]
+    runs.append(("dense", floats, moe_experts_gpu))
+    for name, experts, run in runs:
+        want = run(x, weights, chosen, experts, SITU, norm, 1e-5)
+        got = run(spoilt, no_weights, chosen, experts, SITU, norm, 1e-5)
+        assert got[7].isnan().all(), f"{name}: NaN is lost"
+        want[7] = got[7] = 0
+        assert torch.equal(got, want), f"{name}: neighbours of NaN"
+
+
 def check_beside() -> None:
     """A token whose shared experts run on a second stream gets the same; recorded, too."""
     latent, width, inner, experts = 512, 256, 512, 8
@@ -211,6 +269,8 @@ torch.manual_seed(seed)
 check_glu(SITU)
 check_glu(SiluGLU())
 check_router()
+check_router_of_no_numbers()
+check_one_token_of_no_numbers()
 check_experts(1, (7, 96, 64), 3, False, SITU)
 check_experts(5, (5, 32, 96), 2, False, SiluGLU())
 check_experts(40, (3, 64, 32), 2, True, SITU)
