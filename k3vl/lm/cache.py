@@ -143,6 +143,8 @@ class HybridCache:
 
     Attributes:
         spare: a unit behind all others, nobody's: where sequences that pad a pass have their state.
+        blank: a row of every layer's latents that is zero: what rows see that pad a pass. Its unit
+            is behind the spare one, and nobody writes there.
     """
 
     def __init__(
@@ -152,12 +154,12 @@ class HybridCache:
         linear = config.linear_attn_config
         width, head = _latent_width(config), linear.head_dim
         carried = linear.short_conv_kernel_size - 1
-        cells = (sizes.num_units + 1) * sizes.cells_per_unit
+        cells = (sizes.num_units + 1) * sizes.cells_per_unit  # the blank unit has none
         cell = bytes_per_cell(config, dtype)
         item = dtype.itemsize
         self.sizes = sizes
         self.buffer = torch.zeros(
-            (sizes.num_units + 1) * sizes.unit_bytes, dtype=torch.uint8, device=device
+            (sizes.num_units + 2) * sizes.unit_bytes, dtype=torch.uint8, device=device
         )
         self.spare = sizes.num_units
         typed = self.buffer.view(dtype)
@@ -187,6 +189,7 @@ class HybridCache:
                 mla += 1
         self.layers = tuple(layers)
         self.rows_per_unit = sizes.unit_bytes // (width * item)
+        self.blank = (self.spare + 1) * self.rows_per_unit
         self._kda_shape = (kda, linear.num_heads)
         self._per_unit = sizes.cells_per_unit
         self._inside = torch.arange(self._per_unit, device=device)

@@ -9,8 +9,8 @@ are one step for a :class:`~k3vl.kernels.recording.Runner`. A size is recorded w
 second time; the first is the same work, launched, so no bit depends on which of the two it was.
 
 Rows behind the last token are those of sequences that pad, at least one each, or the last one's. A
-sequence that pads has no token; its state is the cache's spare unit. No padding row's latent is
-kept.
+sequence that pads has no token; its state is the cache's spare unit, what it sees is blank. No
+padding row's latent is kept.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class _Pass:
         contexts = [*(row.context_len for row in rows), *[0] * padding]
         keys = [0, *accumulate(n + before for n, before in zip(own, contexts, strict=True))]
         seen = [latent_rows(row, row.context_len + len(row.token_ids), self.cache) for row in rows]
-        # A padding row sees some latent that is there: its own is kept nowhere.
-        latents = np.full(size.latents, seen[-1][0] if seen else 0, np.int64)
+        # A padding row's own latent is kept nowhere.
+        latents = np.full(size.latents, self.cache.blank, np.int64)
         cache_rows = np.full(size.rows, -1, np.int64)
         for row, at, begin, n, mine in zip(rows, keys, begins, tokens, seen, strict=False):
             latents[at : at + len(mine)] = mine

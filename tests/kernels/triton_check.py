@@ -660,7 +660,7 @@ def check_prefill_pass() -> Iterator[str]:
     together, alone, fixed = (
         HybridCache(TRITON, sizes, dtype=torch.float32, device=DEVICE) for _ in range(3)
     )
-    fixed.buffer[-sizes.unit_bytes :] = 255  # as numbers NaN
+    fixed.buffer.view(-1, sizes.unit_bytes)[fixed.spare] = 255  # as numbers NaN
     static = StaticPrompts(ours, fixed, GraphRunner() if ON_GPU else EagerRunner())
     units = iter(torch.randperm(sizes.num_units).tolist())
     lengths = [(16, 7), (48, 40), (32, 1), (16, 16)]
