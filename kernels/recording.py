@@ -6,8 +6,11 @@ and knows when nobody reads its result any more.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+from weakref import WeakSet
 
 import torch
 
@@ -46,8 +49,9 @@ class EagerRunner:
 class GraphRunner:
     """Records a step as a CUDA graph; all graphs share one pool of memory, and a stream.
 
-    The stream is no other runner's: cuBLAS has a workspace for every stream that it is recorded on,
-    and graphs of two runners, such as the tower's and decoding's, are replayed side by side.
+    The stream is no other's (:func:`own_stream`): cuBLAS has a workspace for every stream that it
+    is recorded on, and graphs of two runners, such as the tower's and decoding's, are replayed side
+    by side.
 
     Recorded when first wanted and not at start: every size costs seconds of compiling and capturing
     a whole model, and one caption needs one of them.
@@ -56,7 +60,7 @@ class GraphRunner:
     def __init__(self) -> None:
         """An empty pool."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = own_stream()
 
     def make(self, step: Step) -> Step:
         """See :class:`Runner`; replays go where the caller is then, in its stream's order."""
@@ -65,18 +69,58 @@ class GraphRunner:
         with torch.cuda.stream(stream):
             step()  # compiles kernels and loads libraries, which cannot be recorded
         current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        graph, origin = torch.cuda.CUDAGraph(), _origin(current.device)
         # The encoder's thread may allocate meanwhile: that is none of this capture's business. The
         # outer stream is there for a capture that fails, after which torch leaves its own current.
         with (
             torch.cuda.stream(current),
             torch.cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                graph, pool=self._pool, stream=origin, capture_error_mode="thread_local"
             ),
         ):
-            out = step()
+            # A graph that goes frees cuBLAS' workspace of the stream that its capture began on
+            # (torch from 2.12 on), whoever else has it in a graph. On the origin there is none.
+            stream.wait_stream(origin)
+            try:
+                with torch.cuda.stream(stream):
+                    out = step()
+            finally:
+                origin.wait_stream(stream)
 
         return _Replay(graph, step, out)
+
+
+_POOL = 32
+"""Streams that torch has of a device; it hands them out in turn, those in use among them."""
+_owned: WeakSet[torch.cuda.Stream] = WeakSet()
+"""Of the process, as torch's are: what is held by somebody who wants to be alone there."""
+
+
+def own_stream(device: torch.device | None = None) -> torch.cuda.Stream:
+    """A stream that is nobody else's who got one here, for as long as it is held.
+
+    ``torch.cuda.Stream()`` may be one that somebody has: a trainer that renews weights a few dozen
+    times would have the tower recorded where decoding is.
+
+    Raises:
+        RuntimeError: all are held.
+    """
+    for collected in (False, True):
+        if collected:
+            gc.collect()  # what holds graphs is held by them now and then
+        held = {(stream.device, stream.cuda_stream) for stream in _owned}
+        for _ in range(_POOL):
+            stream = torch.cuda.Stream(device)
+            if (stream.device, stream.cuda_stream) not in held:
+                _owned.add(stream)
+                return stream
+    raise RuntimeError(f"all {_POOL} streams of the device are in use")
+
+
+@lru_cache
+def _origin(device: torch.device) -> torch.cuda.Stream:
+    """Where captures begin; nothing runs there."""
+    return own_stream(device)
 
 
 @dataclass(frozen=True, slots=True)

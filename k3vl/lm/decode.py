@@ -151,7 +151,13 @@ class StaticDecode:
         before = None
         if sources is not None:
             before = self._on_their_way[-1].token_ids, sources
-        launched = self._sizes[size].launch(rows, choosers, self._turn, before)
+        try:
+            launched = self._sizes[size].launch(rows, choosers, self._turn, before)
+        except BaseException:
+            # Part of it may be on its way, out of memory that is another step's next.
+            if (end := mark(self.cache.buffer.device)) is not None:
+                end.synchronize()
+            raise
         self._on_their_way.append(launched)
         return launched
 
@@ -173,10 +179,11 @@ class _Size:
     """Everything that steps of one size need."""
 
     def __init__(self, model: K3Model, cache: HybridCache, runner: Runner, size: int) -> None:
-        self.inputs = StepInputs(model, cache, size)
+        self.inputs = inputs = StepInputs(model, cache, size)
         self.wishes = Wishes(size, model.config.vocab_size, cache.buffer.device)
         self.runner = runner
-        self.forward = runner.make(lambda: model(self.inputs.batch(), cache))
+        # Not of ``self``: who holds what is recorded would be held by it, the old weights as well.
+        self.forward = runner.make(lambda: model(inputs.batch(), cache))
         self.samplings: dict[SamplingPlan, _Sampling] = {}
 
     def launch(

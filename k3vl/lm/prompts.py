@@ -16,6 +16,7 @@ padding row's latent is kept.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from k3vl.kernels.recording import GraphRunner
 from k3vl.lm.batch import Batch, build_batch, find_features, latent_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from k3vl.kernels.recording import Runner, Step
     from k3vl.lm.batch import Row
@@ -186,12 +187,14 @@ class _Pass:
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
         self._inputs = model.embedding.new_zeros(size.rows, model.config.hidden_size)
-        self._step: Step = self._hidden
+        # Not a method: the old weights would go with Python's next search for circles only.
+        self._launched = partial(_hidden, model, cache, size, self._given, self._inputs)
+        self._step: Step = self._launched
 
     def record(self, runner: Runner) -> None:
         """Have the step recorded, over rows that are nobody's."""
         self._fill((), ())
-        self._step = runner.make(self._hidden)
+        self._step = runner.make(self._launched)
         self.recorded = True
 
     @torch.inference_mode()
@@ -204,30 +207,6 @@ class _Pass:
             self._inputs.index_copy_(0, self._given["features"][: len(values)], values)
         hidden = self._step()
         return self.model.logits(hidden, self._given["wanted"][: len(wanted)])
-
-    @torch.inference_mode()
-    def _hidden(self) -> torch.Tensor:
-        """[rows, D] of all rows; whatever is computed here is part of the step."""
-        stream = self.model.stream(self.size.rows, self.model.embedding, self.model.config)
-        stream.first.copy_(self._inputs)
-        given = self._given
-        batch = Batch(
-            token_ids=given["token_ids"],
-            feature_rows=None,
-            features=None,
-            num_decodes=0,
-            prefill_lens=(self.size.rows,),
-            cells=self.cache.cells_of(given["cells"]),
-            cu_seqlens=given["begins"],
-            ends=given["ends"],
-            cache_rows=given["cache_rows"],
-            decode_rows=given["cache_rows"][:0],
-            decode_lens=given["cache_rows"][:0],
-            prefill_rows=(given["latents"],),
-            logit_rows=None,
-            prefill_keys=given["keys"],
-        )
-        return self.model.advance(stream, batch, self.cache)
 
     def _fill(self, rows: Sequence[Row], wanted: Sequence[int]) -> None:
         """Put a pass' numbers in by one copy; what is left is padding."""
@@ -259,6 +238,36 @@ class _Pass:
         if self._numbers.is_cuda:
             host = host.pin_memory()  # its memory is used again when the copy is over
         self._numbers.copy_(host, non_blocking=True)
+
+
+@torch.inference_mode()
+def _hidden(
+    model: K3Model,
+    cache: HybridCache,
+    size: Size,
+    given: Mapping[str, torch.Tensor],
+    inputs: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, D] of all rows; whatever is computed here is part of the step."""
+    stream = model.stream(size.rows, model.embedding, model.config)
+    stream.first.copy_(inputs)
+    batch = Batch(
+        token_ids=given["token_ids"],
+        feature_rows=None,
+        features=None,
+        num_decodes=0,
+        prefill_lens=(size.rows,),
+        cells=cache.cells_of(given["cells"]),
+        cu_seqlens=given["begins"],
+        ends=given["ends"],
+        cache_rows=given["cache_rows"],
+        decode_rows=given["cache_rows"][:0],
+        decode_lens=given["cache_rows"][:0],
+        prefill_rows=(given["latents"],),
+        logit_rows=None,
+        prefill_keys=given["keys"],
+    )
+    return model.advance(stream, batch, cache)
 
 
 def _power(number: int) -> int:

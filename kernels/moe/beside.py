@@ -10,6 +10,7 @@ import torch
 
 from k3vl.kernels.dependent import after_all
 from k3vl.kernels.moe.latent import ComposedLatentMoE, E, check_shapes
+from k3vl.kernels.recording import own_stream
 
 if TYPE_CHECKING:
     from k3vl.kernels.moe.latent import MoEWeights
@@ -47,4 +48,4 @@ class LatentMoEBeside(ComposedLatentMoE[E]):
 
 @lru_cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return own_stream(device)

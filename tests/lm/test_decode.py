@@ -119,6 +119,25 @@ def test_new_weights_make_new_steps() -> None:
     assert len(runner.decoder.runner.made) > made
 
 
+def test_a_step_that_fails_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was sent from is the pinned memory of a step to come."""
+    model = tiny_model()
+    cache = small_cache(model)
+    static = StaticDecode(model, cache, EagerRunner())
+    rows = rows_of(cache, [3, 5])
+    static.launch(rows, [Sampler(SamplingParams()) for _ in rows]).tokens()
+    waited = []
+
+    class Place:
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    monkeypatch.setattr("k3vl.lm.decode.mark", lambda device: Place())
+    with pytest.raises(StopIteration):
+        static.launch(rows, [])
+    assert len(waited) == 1
+
+
 def rows_of(cache: HybridCache, contexts: list[int]) -> list[Row]:
     """Sequences of these lengths, whose units lie apart."""
     each, size = cache.sizes.units_per_slot, cache.sizes.page_size

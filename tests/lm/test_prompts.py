@@ -4,6 +4,8 @@ for. Graphs need a device; what surrounds them runs here, with steps that are do
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -117,6 +119,24 @@ def test_new_weights_make_new_passes() -> None:
     runner.update(other.model, FakeEncoder())
     assert not runner.prompts._passes
     assert generate(runner, PROMPTS) == generate(other, PROMPTS) != old
+
+
+def test_old_weights_go_at_once() -> None:
+    """Not when Python next looks for circles: there may be no memory for both until then."""
+    runner = engine(static=True)
+    runner.decoder = StaticDecode(runner.model, runner.cache, EagerRunner())
+    for _ in range(2):
+        generate(runner, PROMPTS)
+    assert runner.prompts.runner.made
+    assert runner.decoder._sizes
+    old = weakref.ref(runner.model)
+    gc.collect()
+    gc.disable()
+    try:
+        runner.update(tiny_model(), FakeEncoder())
+        assert old() is None
+    finally:
+        gc.enable()
 
 
 def rows_of(cache: HybridCache, parts: list[tuple[int, int]]) -> list[Row]:

@@ -1,0 +1,51 @@
+"""Streams of recorded steps; what a device does with them is in ``test_recording_device.py``."""
+
+from __future__ import annotations
+
+import gc
+from itertools import count
+from weakref import WeakSet
+
+import pytest
+
+from k3vl.kernels import recording
+
+
+class Stream:
+    """As of torch: of few that there are, in turn."""
+
+    device, made = "cuda:0", count()
+
+    def __init__(self, device: object = None) -> None:
+        self.cuda_stream = next(self.made) % recording._POOL
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.Stream", Stream)
+    monkeypatch.setattr(recording, "_owned", WeakSet())
+
+
+def test_a_stream_is_nobody_elses_for_as_long_as_it_is_held() -> None:
+    kept = recording.own_stream()
+    for _ in range(3 * recording._POOL):
+        Stream()  # somebody's who does not mind
+        assert recording.own_stream().cuda_stream != kept.cuda_stream
+
+
+def test_one_that_is_in_a_circle_comes_back() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.itself, self.stream = self, recording.own_stream()
+
+    for _ in range(recording._POOL):
+        Holder()
+    assert recording.own_stream() is not None
+
+
+def test_more_than_there_are_is_refused() -> None:
+    held = [recording.own_stream() for _ in range(recording._POOL)]
+    assert len({stream.cuda_stream for stream in held}) == recording._POOL
+    gc.collect()
+    with pytest.raises(RuntimeError, match="32 streams"):
+        recording.own_stream()
