@@ -31,6 +31,28 @@ def questions() -> list[Question]:
     return questions_about_pictures(COUNT)
 
 
+def without_masks(asked: Sequence[Question]) -> list[Question]:
+    """Those whose answers may be decoded ahead: no mask is made of the tokens before."""
+    masked = {"tool_choice", "response_format"}
+    return [
+        question for question in asked if not question.tools and not masked & set(question.options)
+    ]
+
+
+def ask_in_waves(
+    pipeline: Pipeline, asked: Sequence[Question], *, at_once: int
+) -> dict[str, tuple[int, ...]]:
+    """As :func:`ask`, the next only when all of the last are answered.
+
+    In a steady stream there is nearly always a prompt to compute, and beside one no step is
+    launched ahead: one of a hundred is. In waves three of four are.
+    """
+    found = {}
+    for first in range(0, len(asked), at_once):
+        found |= ask(pipeline, asked[first : first + at_once], in_flight=at_once)
+    return found
+
+
 def ask(
     pipeline: Pipeline, asked: Sequence[Question], *, in_flight: int
 ) -> dict[str, tuple[int, ...]]:
