@@ -32,7 +32,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -43,35 +43,65 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKS = ROOT / "tests" / "kernels"
-TRITON = ("kda_decode", "kda_prefill", "mla_decode", "mla_prefill", "attn_residual", "vision")
-MEMORY = (*(("triton_check.py", op) for op in TRITON), ("moe_check.py",))
+_ATTENTION = ("mla_decode", "mla_prefill", "attn_residual")
+TRITON = ("kda_decode", "kda_prefill", "kda_pieces", *_ATTENTION, "vision")
+MEMORY = (
+    *(("triton_check.py", op) for op in TRITON),
+    *(("moe_check.py", part) for part in ("odd", "few")),
+    ("row_check.py",),
+)
 """Checks that launch all kernels; those of a whole step launch no others, and record graphs."""
-RACES = (("triton_check.py", "mla_decode"),)
+RACES = (
+    *(("triton_check.py", op) for op in ("kda_decode", "kda_pieces", *_ATTENTION)),
+    ("moe_check.py", "few"),
+)
 """Checks that launch all kernels in Gluon."""
 _EXCHANGED = "stored, met, told by an mbarrier, waited for by every thread that loads"
-_HANDED_OVER = "Triton's hand-over to the second group, which barriers of all warps enclose"
+_HANDED_OVER = "Triton's hand-over to other groups of warps, which barriers of all warps enclose"
+_ZEROED = "both groups of warps write the same: zeros behind the last key, the others as they are"
 _SUM = "m_sum.index(SIDE).store(total)"
-_KERNEL = "def mla_decode_sides_kernel("
+_MLA, _FLASH, _WALK = (
+    f"def {name}("
+    for name in ("mla_decode_sides_kernel", "flash_hopper_kernel", "kda_walk_sides_kernel")
+)
+_SPLIT = "gl.warp_specialize("
+_STORED = "piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))"
 EXPLAINED = {
-    # What is written, what is read (as the compiler places it), and what orders them.
-    ("m_max.index(0).store(higher)", "higher = gl.maximum(m_max.index(0).load(ROW), peak)"): (
-        _EXCHANGED + "; the next store waits until the reader has told its own"
-    ),
-    ("m_max.index(1).store(higher)", "highest = m_max.index(1).load(ROW)"): (
-        _EXCHANGED + "; the next store waits until the reader has told its next"
-    ),
-    (_SUM, "total = total + m_sum.index(1 - SIDE).load(ROW)"): _EXCHANGED,
-    (_SUM, "mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]"): _EXCHANGED,
-    (_SUM, "elif start < length:"): _EXCHANGED,
-    (_KERNEL, _KERNEL): _HANDED_OVER,
-    ("gl.warp_specialize(", _KERNEL): _HANDED_OVER,
+    # What is written, what is read (as the compiler places it), and what orders them; None: written
+    # as well.
+    "mla_decode_sides_kernel": {
+        ("m_max.index(0).store(higher)", "higher = gl.maximum(m_max.index(0).load(ROW), peak)"): (
+            _EXCHANGED + "; the next store waits until the reader has told its own"
+        ),
+        ("m_max.index(1).store(higher)", "highest = m_max.index(1).load(ROW)"): (
+            _EXCHANGED + "; the next store waits until the reader has told its next"
+        ),
+        (_SUM, "total = total + m_sum.index(1 - SIDE).load(ROW)"): _EXCHANGED,
+        (
+            _SUM,
+            "mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]",
+        ): _EXCHANGED,
+        (_SUM, "elif start < length:"): _EXCHANGED,
+        (_MLA, _MLA): _HANDED_OVER,
+        (_SPLIT, _MLA): _HANDED_OVER,
+    },
+    "flash_hopper_kernel": {
+        (_STORED, _STORED): _ZEROED,
+        (_STORED, None): _ZEROED,
+        (_FLASH, _FLASH): _HANDED_OVER,
+        (_SPLIT, _FLASH): _HANDED_OVER,
+    },
+    "kda_walk_sides_kernel": {
+        (_WALK, _WALK): _HANDED_OVER,
+        (_SPLIT, _WALK): _HANDED_OVER,
+    },
 }
-"""Reports of races that are none: source lines of a write and a read, and what orders them."""
+"""Reports of races that are none, by kernel: source lines of two accesses, and what orders them."""
 LAUNCHED = "launched: "
 REPORTED = 9
 """Status of a tool that has reported something, of a check that did not fail."""
 _AT = re.compile(r"\bat (?:[\w ]* )?(\w+)(?:\(.*\))?\+0x")
-_ACCESS = re.compile(r"(Read|Write) access at \w+\+0x\w+ in (\w+\.py):(\d+)")
+_ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x\w+ in (\w+\.py):(\d+)")
 _SUMMARIES = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
     "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
@@ -184,19 +214,38 @@ def read_report(
 def explained(block: str, root: Path) -> bool:
     """Whether what a report says of its first access and each of the others is ``EXPLAINED``."""
     accesses = [
-        (kind, source_line(root, file, int(number)))
-        for kind, file, number in _ACCESS.findall(block)
+        (kind, kernel, source_line(root, kernel, file, int(number)))
+        for kind, kernel, file, number in _ACCESS.findall(block)
     ]
     if len(accesses) < 2 or len(accesses) != block.count(" access at "):
         return False
-    pairs = [dict((accesses[0], other)) for other in accesses[1:]]  # empty where both write
-    return all((pair.get("Write"), pair.get("Read")) in EXPLAINED for pair in pairs)
+    first, *others = accesses
+    return all(_pair(first, other) in EXPLAINED.get(first[1], {}) for other in others)
 
 
-def source_line(root: Path, file: str, number: int) -> str | None:
-    """Without what is around it; None where there is no such line, or more than one such file."""
-    paths = list(root.rglob(file))
-    lines = paths[0].read_text(encoding="utf-8").splitlines() if len(paths) == 1 else []
+_Access: TypeAlias = tuple[str, str, str | None]
+"""How, by which kernel, in which line."""
+
+
+def _pair(first: _Access, second: _Access) -> tuple[str | None, str | None]:
+    """As a key of ``EXPLAINED``; of no key where two different lines write."""
+    if first[1] != second[1]:
+        return None, None
+    if first[0] == second[0] == "Write":
+        return (first[2], None) if first[2] == second[2] else (None, None)
+    lines = {kind: line for kind, _, line in (first, second)}
+    return lines.get("Write"), lines.get("Read")
+
+
+def source_line(root: Path, kernel: str, file: str, number: int) -> str | None:
+    """Without what is around it; None where there is no such line, or more than one such file.
+
+    Of several, a kernel's is the one that it is in.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in root.rglob(file)]
+    if len(texts) > 1:
+        texts = [text for text in texts if f"def {kernel}(" in text]
+    lines = texts[0].splitlines() if len(texts) == 1 else []
     return lines[number - 1].strip() if 0 < number <= len(lines) else None
 
 
@@ -290,7 +339,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=tuple(_SUMMARIES), default=tuple(_SUMMARIES))
     parser.add_argument("--program", default="compute-sanitizer")
-    parser.add_argument("--timeout", type=float, default=200.0, help="seconds, of each process")
+    parser.add_argument("--timeout", type=float, default=220.0, help="seconds, of each process")
     parser.add_argument("--commit", help="of the code, where there is no repository")
     parser.add_argument("--output", type=Path, help="append JSON lines here")
     options = parser.parse_args()

@@ -134,15 +134,17 @@ def test_experts_that_do_not_fit_together_are_refused() -> None:
         moe_experts(torch.zeros(3, 5), weights, chosen, floats, SituGLU(beta=4.0, linear_beta=25.0))
 
 
-def run(device: str) -> None:
-    run_check(CHECK, device, interpret=device == "cpu")
+def run(part: str, device: str) -> None:
+    run_check(CHECK, part, device, interpret=device == "cpu")
 
 
-def test_kernels_are_their_references_in_the_interpreter() -> None:
+@pytest.mark.parametrize("part", ["odd", "few"])
+def test_kernels_are_their_references_in_the_interpreter(part: str) -> None:
     pytest.importorskip("triton")
-    run("cpu")
+    run(part, "cpu")
 
 
 @pytest.mark.gpu
-def test_kernels_are_their_references_on_the_device() -> None:
-    run("cuda")
+@pytest.mark.parametrize("part", ["odd", "few", "large"])
+def test_kernels_are_their_references_on_the_device(part: str) -> None:
+    run(part, "cuda")

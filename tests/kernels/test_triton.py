@@ -10,8 +10,8 @@ from tests.process import run_check
 
 CHECK = Path(__file__).with_name("triton_check.py")
 OPS = (
-    *("kda_decode", "kda_prefill", "mla_decode", "mla_prefill", "attn_residual", "vision"),
-    *("decode_step", "prefill_pass"),
+    *("kda_decode", "kda_prefill", "kda_pieces", "mla_decode", "mla_prefill", "attn_residual"),
+    *("vision", "decode_step", "prefill_pass"),
 )
 
 
