@@ -367,16 +367,20 @@ def waits() -> Iterator[list[str]]:
 def test_the_host_does_not_wait_for_the_encoder(items: list[EncoderItem]) -> None:
     """Nor does it where a grid is new, or where units are cleared and copied.
 
-    CUDA itself may wait where it loads a kernel or locks pages for the first time; so a grid like
-    the new one, of which nothing is a multiple of 16 either, has come before.
+    CUDA loads a kernel when it is first launched, and may wait for all that runs to do so. Which
+    kernels a product takes, the library decides by its height: a grid of as many patches as the
+    new one has come before. So have pages: with as many batches under way at once.
     """
     runner = engine(torch.bfloat16, EncodeOnStream)
     encoding, cache = runner.encoding, runner.cache
     for _ in range(3):  # compiles, records
         encoding.start([wanted(item) for item in items])
         take_all(encoding, len(items))
-    encoding.start([wanted(drawn(1, 10, 18))])
-    take_all(encoding, 1)
+    with torch.cuda.stream(encoding._stream):
+        torch.cuda._sleep(LATE)
+    encoding.start([wanted(item) for item in items])
+    encoding.start([wanted(drawn(1, 14, 10))])
+    take_all(encoding, len(items) + 1)
     cache.clear([1, 2])
     cache.copy([1, 2], [3, 4])
     with waits() as waited:
