@@ -310,6 +310,7 @@ def _prepare(work: _Work) -> None:
     heads, layout = cells.shape[1], work.layout
     hopper = isinstance(layout, HopperShape)
     ahead = layout.ahead if isinstance(layout, HopperShape) else None
+    sooner = isinstance(layout, HopperShape) and layout.sooner
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
@@ -325,6 +326,7 @@ def _prepare(work: _Work) -> None:
         FAST=half,
         MINUS_W=hopper,
         ASK=-1 if ahead is None else -(-ahead // heads),
+        SOONER=sooner,
         PDL=work.early,
         **work.common,
         num_warps=4,

@@ -27,6 +27,8 @@ class HopperShape(NamedTuple):
         rows: warps that make rows of the output, in programs that norm: 4 or 8.
         ahead: programs further on whose rows the parallel kernel asks for; None: it does not.
         early: each launch may begin before the one in front of it has ended (``dependent``).
+        joined: the sequential kernel's two products of the state are one of twice the columns.
+        sooner: the parallel kernel loads rows a step before it needs them.
     """
 
     values: int
@@ -35,6 +37,8 @@ class HopperShape(NamedTuple):
     rows: int = 4
     ahead: int | None = None
     early: bool = False
+    joined: bool = False
+    sooner: bool = False
 
 
 def hopper_takes(
@@ -120,6 +124,7 @@ def hopper_walk(
         "OUTS": 2,
         "WARPS": shape.rows if whole else 2,
         "ALIGNED": aligned,
+        "JOINED": shape.joined,
         "PDL": early,
     }
     grid = (key // shape.values * sequences * heads, 1, 1)
