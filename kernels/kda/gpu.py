@@ -55,12 +55,14 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
+        sooner: that one loads rows a step before it needs them; changes no bit.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
+    sooner: bool = False
 
 
 def kda_decode(
@@ -310,7 +312,6 @@ def _prepare(work: _Work) -> None:
     heads, layout = cells.shape[1], work.layout
     hopper = isinstance(layout, HopperShape)
     ahead = layout.ahead if isinstance(layout, HopperShape) else None
-    sooner = isinstance(layout, HopperShape) and layout.sooner
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
@@ -326,7 +327,7 @@ def _prepare(work: _Work) -> None:
         FAST=half,
         MINUS_W=hopper,
         ASK=-1 if ahead is None else -(-ahead // heads),
-        SOONER=sooner,
+        SOONER=layout.sooner,
         PDL=work.early,
         **work.common,
         num_warps=4,

@@ -28,7 +28,7 @@ class HopperShape(NamedTuple):
         ahead: programs further on whose rows the parallel kernel asks for; None: it does not.
         early: each launch may begin before the one in front of it has ended (``dependent``).
         joined: the sequential kernel's two products of the state are one of twice the columns.
-        sooner: the parallel kernel loads rows a step before it needs them.
+        sooner: as in ``PrefillShape``.
     """
 
     values: int
