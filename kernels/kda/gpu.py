@@ -315,12 +315,11 @@ def _prepare(work: _Work) -> None:
     half = work.chunks.u.dtype != torch.float32
     heads, layout = cells.shape[1], work.layout
     hopper = isinstance(layout, HopperShape)
-    ahead = layout.ahead if isinstance(layout, HopperShape) else None
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
         *(write.stride(0), cells.stride(0), *windows.stride()[:3], work.weights.lower_bound),
-        *(cells.shape[0], qkv.shape[0]),
+        cells.shape[0],
         S_QKV=qkv.stride(0),
         S_DECAY=decay.stride(0),
         H=heads,
@@ -330,7 +329,6 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=hopper,
-        ASK=-1 if ahead is None else -(-ahead // heads),
         SOONER=layout.sooner,
         PDL=work.early,
         **work.common,

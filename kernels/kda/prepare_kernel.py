@@ -143,27 +143,6 @@ def _invert(mix, o_i, o_j, LEVELS: tl.constexpr, DTYPE: tl.constexpr, PRECISION:
 
 
 @triton.jit
-def _ask_for_rows(
-    x, decay, start, rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr,
-    C: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Have C rows of all four streams brought to the L2 cache; those behind the last are the last.
-
-    In pieces of 64 bytes: of one instruction for a row the assembler makes a loop over threads.
-    """
-    o_a = tl.arange(0, 4 * C)[:, None]
-    o_p = tl.arange(0, K // 32)[None, :] * 32
-    stream = o_a // C
-    row = tl.minimum(start + o_a % C, rows - 1)
-    p_x = (x + row * S_QKV + stream * (H * K) + o_p).to(tl.int64)
-    p_decay = (decay + row * S_DECAY + o_p).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [tl.where(stream < 3, p_x, p_decay)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _one_chunk(
     x, decay, write, conv, a_log, dt_bias, p_window, wq, u, kl, scores, gamma, s_write, s_tap,
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
@@ -278,11 +257,11 @@ def _one_chunk(
 @triton.jit
 def kda_prepare_kernel(
     qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends, wq, u, kl, scores,
-    gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
-    rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr,
-    C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-    MINUS_W: tl.constexpr, ASK: tl.constexpr, SOONER: tl.constexpr, PDL: tl.constexpr,
+    gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S, S_QKV: tl.constexpr,
+    S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
+    INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
+    SOONER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -290,8 +269,7 @@ def kda_prepare_kernel(
     [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
     + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
     halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
-    With ASK of at least 0, rows of the chunk that many slots on are asked for, out of ``rows``;
-    with SOONER rows are loaded a step before they are needed.
+    With SOONER rows are loaded a step before they are needed.
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
@@ -300,9 +278,6 @@ def kda_prepare_kernel(
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
     if count > 0:
         column = i_h * K
-        if ASK >= 0:
-            _ask_for_rows(qkv + column, decay + column, start + ASK * C, rows, S_QKV, S_DECAY, H, C,
-                          K)  # fmt: skip
         block = slot.to(tl.int64) * H + i_h
         x = qkv + start * S_QKV + column
         p_decay = decay + start * S_DECAY + column
