@@ -209,11 +209,14 @@ def _one_chunk(
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
     k_up = _whole(k_ups, C, K, DTYPE)
+    if SOONER:
+        q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     down = tl.trans(_whole(k_downs, C, K, DTYPE))
     mix = tl.dot(k_up, down, input_precision=PRECISION)
     if not SOONER:
         q_rows = _rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-    q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
+    if not SOONER:
+        q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     queries = _convolved(q_rows, q_taps, R, W, FAST)
     q_ups = ()
     for s in tl.static_range(R):
