@@ -16,7 +16,7 @@ from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -103,21 +103,23 @@ def _decode_variants(
     fresh: tuple[torch.Tensor, torch.Tensor],
     cells: torch.Tensor,
 ) -> dict[str, Peer]:
-    """The kernel in Triton, compared with the default one in all that it writes."""
+    """Other ways, compared with the default one in all that it writes."""
 
-    def prepare() -> Work:
+    def prepare(step: Callable[..., torch.Tensor]) -> Work:
         def result() -> torch.Tensor:
             ours, theirs = ((fresh[0].clone(), fresh[1].clone()) for _ in range(2))
             kda_decode(*args, weights, *ours, cells)
-            got = kda_decode(*args, weights, *theirs, cells, hopper=False)
+            got = step(*args, weights, *theirs, cells)
             error = ratio_of_norms(theirs[1], ours[1])
             assert error < 1e-5, f"states wrong by {error:.1e}"
             assert torch.equal(theirs[0], ours[0]), "wrong windows"
             return got
 
-        return Work(partial(kda_decode, *args, weights, *pool, cells, hopper=False), result)
+        return Work(partial(step, *args, weights, *pool, cells), result)
 
-    return {"in Triton": Peer(prepare)}
+    ways = {f"states in {n} parts": partial(kda_decode, parts=n) for n in (2, 4, 8)}
+    ways["in Triton"] = partial(kda_decode, hopper=False)
+    return {name: Peer(partial(prepare, way)) for name, way in ways.items()}
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
@@ -158,14 +160,33 @@ def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
     """The default one on Hopper, then others."""
     if heads < 64:
         half = HopperShape(64, 3)
-        return half, half._replace(ahead=528), half._replace(early=True)
+        return half, half._replace(joined=True, sooner=True)
     whole = HopperShape(128, 5)
+    joined = whole._replace(joined=True)
     return (
         whole,
-        whole._replace(ahead=528),
-        whole._replace(rows=8),
-        whole._replace(rows=8, ahead=0, early=True),
+        joined,
+        joined._replace(sooner=True),
+        joined._replace(sooner=True, rows=8),
+        joined._replace(sooner=True, rows=8, early=True),
     )
+
+
+def _parts(shapes: tuple[HopperShape, ...]) -> Iterator[tuple[str, HopperShape]]:
+    """Every launch with every layout in which it differs."""
+    fields = {
+        "begin": (),
+        "prepare": ("registers", "sooner", "early"),
+        "walk": ("values", "stages", "rows", "joined", "early"),
+        "norm": ("early",),
+    }
+    seen = set()
+    for shape in shapes:
+        for part, names in fields.items():
+            key = (part, *(getattr(shape, name) for name in names))
+            if key not in seen and (part != "norm" or shape.values < _K):
+                seen.add(key)
+                yield part, shape
 
 
 _PREFILL_SIZES = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
@@ -257,8 +278,7 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
         variants={
             f"{part} of {shape}": Peer(partial(prepare, shape, part))
-            for shape in _prefill_shapes(heads)
-            for part in ("begin", "prepare", "walk", *(["norm"] if shape.values < _K else []))
+            for part, shape in _parts(_prefill_shapes(heads))
         },
     )
 

@@ -55,12 +55,14 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
+        sooner: that one loads rows a step before it needs them; changes no bit.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
+    sooner: bool = False
 
 
 def kda_decode(
@@ -74,8 +76,12 @@ def kda_decode(
     cells: torch.Tensor,
     *,
     hopper: bool = True,
+    parts: int = 1,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`; without ``hopper``, for measurements, in Triton."""
+    """See :func:`k3vl.kernels.kda.kda_decode`.
+
+    For measurements: without ``hopper`` in Triton, with it states fetched in so many ``parts``.
+    """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -86,7 +92,7 @@ def kda_decode(
     units, bounded, early = batch * heads, weights.lower_bound is not None, begins_early(qkv)
     args = step_arguments((qkv, gate, decay, write), weights, windows, states, cells, out)
     if hopper and hopper_runs(qkv.device) and hopper_steps(qkv, weights, windows, states):
-        hopper_step(args, states, units, bounded=bounded, early=early)
+        hopper_step(args, states, units, bounded=bounded, early=early, parts=parts)
         return out
     kda_step_kernel[(units,)](
         *args,
@@ -309,12 +315,11 @@ def _prepare(work: _Work) -> None:
     half = work.chunks.u.dtype != torch.float32
     heads, layout = cells.shape[1], work.layout
     hopper = isinstance(layout, HopperShape)
-    ahead = layout.ahead if isinstance(layout, HopperShape) else None
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
         *(write.stride(0), cells.stride(0), *windows.stride()[:3], work.weights.lower_bound),
-        *(cells.shape[0], qkv.shape[0]),
+        cells.shape[0],
         S_QKV=qkv.stride(0),
         S_DECAY=decay.stride(0),
         H=heads,
@@ -324,7 +329,7 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=hopper,
-        ASK=-1 if ahead is None else -(-ahead // heads),
+        SOONER=layout.sooner,
         PDL=work.early,
         **work.common,
         num_warps=4,

@@ -25,16 +25,18 @@ class HopperShape(NamedTuple):
         stages: chunks that it keeps in shared memory.
         registers: at most so many for a thread of the parallel kernel.
         rows: warps that make rows of the output, in programs that norm: 4 or 8.
-        ahead: programs further on whose rows the parallel kernel asks for; None: it does not.
         early: each launch may begin before the one in front of it has ended (``dependent``).
+        joined: the sequential kernel's two products of the state are one of twice the columns.
+        sooner: as in ``PrefillShape``.
     """
 
     values: int
     stages: int
     registers: int = 128
     rows: int = 4
-    ahead: int | None = None
     early: bool = False
+    joined: bool = False
+    sooner: bool = False
 
 
 def hopper_takes(
@@ -120,6 +122,7 @@ def hopper_walk(
         "OUTS": 2,
         "WARPS": shape.rows if whole else 2,
         "ALIGNED": aligned,
+        "JOINED": shape.joined,
         "PDL": early,
     }
     grid = (key // shape.values * sequences * heads, 1, 1)

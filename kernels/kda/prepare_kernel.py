@@ -73,46 +73,55 @@ def _rows(
     p, p_window, s_tap, o_g, o_k, lowest, count, S_X: tl.constexpr, BEFORE: tl.constexpr,
     R: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """R rows and the BEFORE in front of them as tensors [C/R, 1, K] float32, ``p`` at the first.
+    """R rows and the BEFORE in front of them as tensors [C/R, 1, K], ``p`` at the first.
 
     Rows before ``lowest`` (that is -BEFORE in all but the first chunk) are the window's, those
-    from ``count`` on zero; in a full chunk there is none of either.
+    from ``count`` on zero; in a full chunk there is none of either. They stay as narrow as they
+    are stored, so that many can be on their way at once.
     """
     rows = ()
     for s in tl.static_range(R + BEFORE):
         if FULL:
-            rows = rows + (_widen(tl.load(p + (s - BEFORE) * S_X)),)  # noqa: RUF005
+            rows = rows + (tl.load(p + (s - BEFORE) * S_X),)  # noqa: RUF005
         else:
             at = o_g * R + (s - BEFORE)
-            x = _widen(tl.load(p + (s - BEFORE) * S_X, mask=(at >= lowest) & (at < count), other=0))
+            x = tl.load(p + (s - BEFORE) * S_X, mask=(at >= lowest) & (at < count), other=0)
             if s < BEFORE:
                 p_old = p_window + s * s_tap + tl.zeros_like(o_g) + o_k
-                x += tl.load(p_old, mask=at < lowest, other=0).to(tl.float32)  # one of them is zero
+                old = tl.load(p_old, mask=at < lowest, other=0)
+                x = tl.where(at < lowest, old.to(x.dtype), x)
             rows = rows + (x,)  # noqa: RUF005
     return rows
 
 
 @triton.jit
-def _convolved(
-    p, p_window, s_tap, p_conv, o_g, o_k, lowest, count, S_X: tl.constexpr, S_CONV: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Causal convolution and SiLU: R tensors [C/R, 1, K] float32.
+def _taps(p_conv, o_g, o_k, S_CONV: tl.constexpr, W: tl.constexpr):
+    """Of the convolution, the oldest first: W tensors [C/R, 1, K].
+
+    Every group loads them for itself: as vectors they would have to change their layout.
+    """
+    p_conv += tl.zeros_like(o_g) + o_k
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (tl.load(p_conv + j * S_CONV),)  # noqa: RUF005
+    return taps
+
+
+@triton.jit
+def _convolved(rows, taps, R: tl.constexpr, W: tl.constexpr, FAST: tl.constexpr):
+    """Causal convolution of what :func:`_rows` has, and SiLU: R tensors [C/R, 1, K] float32.
 
     Rows behind the last token hold something finite: nothing they touch is read (their write
     strength is 0). The sums are spelt out, so that full and other chunks round alike.
     """
-    rows = _rows(p, p_window, s_tap, o_g, o_k, lowest, count, S_X, W - 1, R, FULL)
-    # Every group loads them for itself: as vectors they would have to change their layout.
-    p_conv += tl.zeros_like(o_g) + o_k
-    factors = ()
-    for j in tl.static_range(W):
-        factors = factors + (tl.load(p_conv + j * S_CONV),)  # noqa: RUF005
+    wide = ()
+    for s in tl.static_range(R + W - 1):
+        wide = wide + (_widen(rows[s]),)  # noqa: RUF005
     out = ()
     for s in tl.static_range(R):
-        y = rows[s] * factors[0]
+        y = wide[s] * taps[0]
         for j in tl.static_range(1, W):
-            y = tl.fma(rows[s + j], factors[j], y)
+            y = tl.fma(wide[s + j], taps[j], y)
         out = out + (_silu(y, FAST),)  # noqa: RUF005
     return out
 
@@ -134,35 +143,17 @@ def _invert(mix, o_i, o_j, LEVELS: tl.constexpr, DTYPE: tl.constexpr, PRECISION:
 
 
 @triton.jit
-def _ask_for_rows(
-    x, decay, start, rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr,
-    C: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Have C rows of all four streams brought to the L2 cache; those behind the last are the last.
-
-    In pieces of 64 bytes: of one instruction for a row the assembler makes a loop over threads.
-    """
-    o_a = tl.arange(0, 4 * C)[:, None]
-    o_p = tl.arange(0, K // 32)[None, :] * 32
-    stream = o_a // C
-    row = tl.minimum(start + o_a % C, rows - 1)
-    p_x = (x + row * S_QKV + stream * (H * K) + o_p).to(tl.int64)
-    p_decay = (decay + row * S_DECAY + o_p).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [tl.where(stream < 3, p_x, p_decay)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _one_chunk(
     x, decay, write, conv, a_log, dt_bias, p_window, wq, u, kl, scores, gamma, s_write, s_tap,
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, SOONER: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel."""
+    """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
+
+    No load moves across a barrier or a store, so where rows are asked for is where it says so.
+    """
     # Of rows [C/R, 1, K]; the axis between makes room for the R rows of a group.
     o_g = tl.arange(0, C // R)[:, None, None]
     o_k = tl.arange(0, K)[None, None, :]
@@ -172,19 +163,27 @@ def _one_chunk(
     x += o_g * (R * S_QKV) + o_k
     decay += o_g * (R * S_DECAY) + o_k
 
+    p_k, w_k = x + H * K, p_window + s_stream
+    p_v, w_v = x + 2 * H * K, p_window + 2 * s_stream
     # Natural logarithms become powers of two on the way: factors of vectors and scalars.
     rate = tl.exp(tl.load(a_log + i_h)) * -1.4426950408889634
     bias = tl.load(dt_bias + tl.zeros_like(o_g) + o_k) * rate
     bound = lower_bound * 1.4426950408889634
     running = tl.zeros([C // R, 1, K], tl.float32)
     totals = ()
+    logits = ()
     for s in tl.static_range(R):
         if FULL:
-            logits = tl.load(decay + s * S_DECAY)
+            logits = logits + (tl.load(decay + s * S_DECAY),)  # noqa: RUF005
         else:  # the root of a lowest logit is 0: no decay behind the last token
             live = o_g * R + s < count
-            logits = tl.load(decay + s * S_DECAY, mask=live, other=float("-inf"))
-        root = tl.rsqrt(1.0 + tl.exp2(tl.fma(_widen(logits), rate, bias)))
+            lowest_logit = float("-inf")
+            logit = tl.load(decay + s * S_DECAY, mask=live, other=lowest_logit)
+            logits = logits + (logit,)  # noqa: RUF005
+    if SOONER:
+        k_rows = _rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    for s in tl.static_range(R):
+        root = tl.rsqrt(1.0 + tl.exp2(tl.fma(_widen(logits[s]), rate, bias)))
         running = tl.fma(root, root, running)
         totals = totals + (running,)  # noqa: RUF005
     whole = tl.sum(running, 0)[None, :, :] * bound
@@ -196,8 +195,12 @@ def _one_chunk(
     tl.store(gamma + block * K + o_k, tl.exp2(whole))
     middle = tl.reshape(to_middle, (1, K))
 
-    keys = _convolved(x + H * K, p_window + s_stream, s_tap, conv + H * K, o_g, o_k, lowest, count,
-                      S_QKV, 3 * H * K, R, W, FULL, FAST)  # fmt: skip
+    if not SOONER:
+        k_rows = _rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    k_taps = _taps(conv + H * K, o_g, o_k, 3 * H * K, W)
+    keys = _convolved(k_rows, k_taps, R, W, FAST)
+    if SOONER:
+        q_rows = _rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
     k_ups = ()
     k_downs = ()
     for s in tl.static_range(R):
@@ -206,10 +209,15 @@ def _one_chunk(
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
     k_up = _whole(k_ups, C, K, DTYPE)
+    if SOONER:
+        q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     down = tl.trans(_whole(k_downs, C, K, DTYPE))
     mix = tl.dot(k_up, down, input_precision=PRECISION)
-    queries = _convolved(x, p_window, s_tap, conv, o_g, o_k, lowest, count, S_QKV, 3 * H * K, R, W,
-                         FULL, FAST)  # fmt: skip
+    if not SOONER:
+        q_rows = _rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    if not SOONER:
+        q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
+    queries = _convolved(q_rows, q_taps, R, W, FAST)
     q_ups = ()
     for s in tl.static_range(R):
         q = queries[s]
@@ -226,6 +234,9 @@ def _one_chunk(
     else:
         beta = tl.load(write + o_t * s_write, mask=o_t < count, other=0.0)
         beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
+    if SOONER:
+        v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+        v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
     read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
     squares = tl.where(o_i == o_j, mix, 0.0)
@@ -238,8 +249,10 @@ def _one_chunk(
     b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
     b_w *= -middle if MINUS_W else middle
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
-    values = _convolved(x + 2 * H * K, p_window + 2 * s_stream, s_tap, conv + 2 * H * K, o_g, o_k,
-                        lowest, count, S_QKV, 3 * H * K, R, W, FULL, FAST)  # fmt: skip
+    if not SOONER:
+        v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+        v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
+    values = _convolved(v_rows, v_taps, R, W, FAST)
     b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
     tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
 
@@ -247,11 +260,11 @@ def _one_chunk(
 @triton.jit
 def kda_prepare_kernel(
     qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends, wq, u, kl, scores,
-    gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
-    rows, S_QKV: tl.constexpr, S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr,
-    C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-    MINUS_W: tl.constexpr, ASK: tl.constexpr, PDL: tl.constexpr,
+    gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S, S_QKV: tl.constexpr,
+    S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
+    INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
+    SOONER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -259,7 +272,7 @@ def kda_prepare_kernel(
     [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
     + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
     halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
-    With ASK of at least 0, rows of the chunk that many slots on are asked for, out of ``rows``.
+    With SOONER rows are loaded a step before they are needed.
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
@@ -268,9 +281,6 @@ def kda_prepare_kernel(
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
     if count > 0:
         column = i_h * K
-        if ASK >= 0:
-            _ask_for_rows(qkv + column, decay + column, start + ASK * C, rows, S_QKV, S_DECAY, H, C,
-                          K)  # fmt: skip
         block = slot.to(tl.int64) * H + i_h
         x = qkv + start * S_QKV + column
         p_decay = decay + start * S_DECAY + column
@@ -280,10 +290,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, True)  # fmt: skip
+                       MINUS_W, SOONER, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, False)  # fmt: skip
+                       FAST, MINUS_W, SOONER, False)  # fmt: skip

@@ -45,6 +45,7 @@ def hopper_step(
     *,
     bounded: bool,
     early: bool,
+    parts: int = 1,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -55,12 +56,13 @@ def hopper_step(
         units: heads of sequences.
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
+        parts: in which a state is fetched, 1 to 8; changes no bit.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    constants: dict[str, Any] = {"K": KEY, "BOUNDED": bounded, "PDL": early}
+    constants: dict[str, Any] = {"K": KEY, "PARTS": parts, "BOUNDED": bounded, "PDL": early}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
-    block = [1, KEY, KEY]
+    block = [1, KEY // parts, KEY]
     if launch is not None:
         launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return

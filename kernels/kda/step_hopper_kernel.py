@@ -80,6 +80,12 @@ def carry_on(p_window, taps, s_tap, o_k):
 
 
 @gluon.jit
+def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K: gl.constexpr):
+    """Some rows of a state that lies in ``buffer`` in parts of HELD rows."""
+    return buffer.index(begin // HELD).reshape([HELD, K]).slice(begin % HELD, ROWS)
+
+
+@gluon.jit
 def advance(
     buffer,
     landed,
@@ -108,9 +114,10 @@ def advance(
     i_b,
     i_h,
     K: gl.constexpr,
+    PARTS: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):
-    """Advance one head of one sequence.
+    """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
     Vectors have a channel a thread; ``m_row`` brings them to where the state's rows and columns
     are. Keys and queries get their length last: of q~ = q / |q| the mixture is
@@ -164,12 +171,13 @@ def advance(
     k_scale = gl.rsqrt(gl.sum(m_sum[1].load(ALL), 0) + 1e-6)
     overlap = gl.sum(m_sum[2].load(ALL), 0) * q_scale * k_scale
 
-    mbarrier.wait(landed, 0)
-    tile = buffer.reshape([K, K])
+    HELD: gl.constexpr = K // PARTS
     by_k = gl.zeros([PART, K], gl.float32, S)
     by_q = gl.zeros([PART, K], gl.float32, S)
     for i in gl.static_range(K // PART):
-        b_s = tile.slice(i * PART, PART).load(S)
+        if i * PART % HELD == 0:
+            mbarrier.wait(landed.index(i * PART // HELD), 0)
+        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
         by_k += b_s * m_row[0].slice(i * PART, PART).load(ROW)[:, None]
         by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
@@ -180,7 +188,7 @@ def advance(
     o_r = gl.arange(0, PART, ROW)
     p_tile = p_state + o_r[:, None] * K + o_v[None, :]
     for i in gl.static_range(K // PART):
-        b_s = tile.slice(i * PART, PART).load(S)
+        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
         kept = m_row[2].slice(i * PART, PART).load(ROW)
         added = m_row[3].slice(i * PART, PART).load(ROW)
         b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
@@ -218,19 +226,22 @@ def kda_step_hopper_kernel(
     lower_bound,
     H,
     K: gl.constexpr,
+    PARTS: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
-    ``pool`` describes blocks [1, K, K] of ``states``. For the rest see ``kda_step_kernel``.
+    ``pool`` describes blocks [1, K / PARTS, K] of ``states``: the first are read while others are
+    on their way. For the rest see ``kda_step_kernel``.
     """
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
     V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if PDL:
         let_next_begin()
-    landed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    mbarrier.init(landed, count=1)
+    landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PARTS):
+        mbarrier.init(landed.index(i), count=1)
     meet()
     if PDL:
         wait_for_inputs()
@@ -238,16 +249,18 @@ def kda_step_hopper_kernel(
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
     if cell >= 0:
-        buffer = gl.allocate_shared_memory(gl.float32, [1, 1, K, K], PLAIN).index(0)
-        mbarrier.expect(landed, K * K * 4)
-        begin_copy(pool, [cell.to(gl.int32), 0, 0], landed, buffer)
+        HELD: gl.constexpr = K // PARTS
+        buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
+        for i in gl.static_range(PARTS):
+            mbarrier.expect(landed.index(i), HELD * K * 4)
+            begin_copy(pool, [cell.to(gl.int32), i * HELD, 0], landed.index(i), buffer.index(i))
         # Or the assembler begins it when the loads that come next have been waited for.
         meet()
         m_row, m_sum = vectors(K)
         advance(
             buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
             windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
-            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, BOUNDED,
+            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, BOUNDED,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)

@@ -141,8 +141,9 @@ def normed(rows: torch.Tensor, call: Call) -> torch.Tensor:
     return heads.flatten(1) * torch.sigmoid(call.inputs[1].double().nan_to_num())
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(("values", "stages", "rows"), [(128, 5, 4), (64, 3, 4), (128, 2, 8)])
-def test_kernel_is_its_reference(values: int, stages: int, rows: int) -> None:
+def test_kernel_is_its_reference(values: int, stages: int, rows: int, *, joined: bool) -> None:
     """Odd lengths, padding of NaN, whole chunks of padding, states and windows anywhere."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
@@ -151,7 +152,7 @@ def test_kernel_is_its_reference(values: int, stages: int, rows: int) -> None:
     random.seed(values)
     call = make_call([1, 2, 33, 64, 200, 31], [0, 3, 0, 0, 40, 70])
     want, want_windows, want_states = expected(call)
-    got, windows, states = walk(call, HopperShape(values, stages, rows=rows))
+    got, windows, states = walk(call, HopperShape(values, stages, rows=rows, joined=joined))
     for begin, end in zip(call.ends.tolist(), call.cu_seqlens[1:].tolist(), strict=True):
         assert not got[begin:end].any(), "padding gets zeros"
     if values < KEY:
@@ -165,13 +166,14 @@ def test_kernel_is_its_reference(values: int, stages: int, rows: int) -> None:
     assert torch.equal(windows[others], call.windows[others])
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("values", [128, 64])
-def test_snapshots_are_what_a_shorter_sequence_leaves(values: int) -> None:
+def test_snapshots_are_what_a_shorter_sequence_leaves(values: int, *, joined: bool) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
 
     torch.manual_seed(values + 1)
-    shape = HopperShape(values, 2, 128)
+    shape = HopperShape(values, 2, 128, joined=joined)
     call = make_call([70, 100], [2, 0])
     spare = [x for x in range(len(call.states)) if x not in call.cells]
     depths = torch.tensor([[0, 0], [64, 32]])
@@ -187,7 +189,8 @@ def test_snapshots_are_what_a_shorter_sequence_leaves(values: int) -> None:
             assert torch.equal(windows[cell], want_windows[own]), depth
 
 
-def test_neighbours_change_no_bit() -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_neighbours_change_no_bit(*, joined: bool) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
 
@@ -199,8 +202,9 @@ def test_neighbours_change_no_bit() -> None:
         cu_seqlens=torch.tensor([0, 70]),
         ends=torch.tensor([70]),
     )
-    got, _, states = walk(call, HopperShape(128, 3, 128))
-    want, _, want_states = walk(alone, HopperShape(128, 3, 128))
+    shape = HopperShape(128, 3, 128, joined=joined)
+    got, _, states = walk(call, shape)
+    want, _, want_states = walk(alone, shape)
     assert torch.equal(got[40:110], want)
     assert torch.equal(states[call.cells[1]], want_states[call.cells[1]])
 
