@@ -158,17 +158,18 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
 
 def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
     """The default one on Hopper, then others."""
+    half, whole = HopperShape(64, 3), HopperShape(128, 5)
+    halves = half._replace(joined=True, sooner=True)
+    wholes = whole._replace(joined=True, sooner=True)
     if heads < 64:
-        half = HopperShape(64, 3)
-        return half, half._replace(joined=True, sooner=True)
-    whole = HopperShape(128, 5)
-    joined = whole._replace(joined=True)
+        return half, halves, wholes._replace(rows=8)
     return (
         whole,
-        joined,
-        joined._replace(sooner=True),
-        joined._replace(sooner=True, rows=8),
-        joined._replace(sooner=True, rows=8, early=True),
+        wholes._replace(sooner=False),
+        wholes,
+        wholes._replace(rows=8),
+        wholes._replace(rows=8, early=True),
+        halves,
     )
 
 
@@ -189,7 +190,7 @@ def _parts(shapes: tuple[HopperShape, ...]) -> Iterator[tuple[str, HopperShape]]
                 yield part, shape
 
 
-_PREFILL_SIZES = (([8192], 96), ([8192], 12), ([128] * 64, 96), ([1024] * 8, 96), ([2048], 96))
+_PREFILL_SIZES = (([8192], 96), ([128] * 64, 96), ([8192], 12), ([1024] * 8, 96), ([2048], 96))
 
 
 def prefill_cases() -> Iterator[Case]:
