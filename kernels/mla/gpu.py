@@ -19,6 +19,7 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_decode_kernel,
     mla_gate_kernel,
     mla_merge_kernel,
+    mla_merge_once_kernel,
     mla_store_kernel,
     mla_values_kernel,
 )
@@ -33,6 +34,9 @@ from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
+
+MERGED = 128
+"""Channels of a program that adds parts."""
 
 _FEW_HEADS = 32
 """Up to here the rows of a tensor core's product are mostly padding, and bytes are what counts."""
@@ -170,19 +174,34 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
+    lean = isinstance(layout, HopperShape) and layout.lean
+    dtype = torch.bfloat16 if lean else torch.float32
+    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
     args = (q, latents, rows, lengths, latent_width, scale, page)
+    early = begins_early(q)
     if isinstance(layout, HopperShape):
         if not hopper_takes(q, latents, rows, latent_width, page):
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
         tile = TILE
-        hopper_parts(*args, layout, results=(out, parts, sums))
+        hopper_parts(*args, layout, results=(out, parts, sums), early=early)
     else:
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
-    if not whole:
-        early = begins_early(q)
+    if lean and not whole:
+        mla_merge_once_kernel[(heads, batch, latent_width // MERGED)](
+            parts,
+            sums,
+            out,
+            splits,
+            R=latent_width,
+            BR=MERGED,
+            BS=triton.next_power_of_2(splits),
+            PDL=early,
+            num_warps=4 if splits <= 16 else 8,
+            launch_pdl=early,
+        )
+    elif not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,

@@ -18,9 +18,16 @@ _COPY_ALIGNMENT = 16
 
 
 class HopperShape(NamedTuple):
-    """Parts of a context."""
+    """Parts of a context, and how a launch uses its time; all but ``splits`` for measurements yet.
+
+    ``lean``: latents are asked for before the queries, launches begin early, and parts are bfloat16
+    that one more launch adds in one go. ``ahead``: so many pairs of tiles before they are copied,
+    latents are brought to the L2 cache; 0 for never.
+    """
 
     splits: int
+    lean: bool = False
+    ahead: int = 0
 
 
 def hopper_takes(
@@ -48,21 +55,25 @@ def hopper_parts(
     shape: HopperShape,
     *,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    early: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Fill results: [B, H, R], or with several parts theirs and their weights.
 
-    ``launch`` takes kernel, grid and arguments; None starts it on the device.
+    ``early``: a lean launch may begin beside the one before it. ``launch`` takes kernel, grid and
+    arguments; None starts it on the device.
     """
     batch, heads, width = q.shape
     grid = (-(-heads // HEADS), batch, shape.splits)
     blocks = [TILE, latent_width // 2], [TILE, width - latent_width]
     args: tuple[Any, ...] = (
+        latents,
         q,
         rows,
         lengths,
         *results,
         *q.stride()[:2],
+        latents.stride(0),
         *rows.stride(),
         latents.shape[0],
         scale / math.log(2),
@@ -76,6 +87,9 @@ def hopper_parts(
         "BH": HEADS,
         "BN": TILE,
         "WHOLE": shape.splits == 1,
+        "LEAN": shape.lean,
+        "AHEAD": shape.ahead,
+        "PDL": shape.lean and early,
     }
     from k3vl.kernels.mla.hopper_kernels import mla_decode_sides_kernel as kernel
 
@@ -87,4 +101,5 @@ def hopper_parts(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (TensorDescriptor.from_tensor(latents, block, layout) for block in blocks)
-    kernel[grid](*described, *args, **constants, num_warps=4)
+    early = constants["PDL"]
+    kernel[grid](*described, *args, **constants, num_warps=4, launch_pdl=early)

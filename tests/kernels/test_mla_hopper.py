@@ -18,13 +18,19 @@ HEADS, LATENT, SHARED, PAGE = 70, 512, 64, 64
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
-def test_kernel_is_its_reference(splits: int) -> None:
+SHAPES = [(1,), (2,), (3,), (1, True, 2), (2, True, 0), (3, True, 1)]
+"""Of launches: parts, whether it is lean, pairs of tiles asked for ahead."""
+
+
+@pytest.mark.parametrize("how", SHAPES)
+def test_kernel_is_its_reference(how: tuple[int, ...]) -> None:
     """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
+    shape = HopperShape(*how)
+    splits = shape.splits
     torch.manual_seed(splits)
     random.seed(splits)
     lengths = torch.tensor([1, 0, 64, 65, 3 * PAGE - 1, 129, 256])
@@ -41,7 +47,8 @@ def test_kernel_is_its_reference(splits: int) -> None:
     begins = begins.T.contiguous().T
     q = torch.randn(batch, HEADS, LATENT + SHARED).bfloat16()
     out = torch.full((batch, HEADS, LATENT), float("nan"), dtype=torch.bfloat16)
-    parts = torch.full((batch, HEADS, splits, LATENT), float("nan"))
+    dtype = BF16 if shape.lean else torch.float32
+    parts = torch.full((batch, HEADS, splits, LATENT), float("nan"), dtype=dtype)
     weights = torch.full((batch, HEADS, splits), float("nan"))
 
     def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
@@ -49,16 +56,16 @@ def test_kernel_is_its_reference(splits: int) -> None:
         launch(kernel, grid, *described, *args, ordered=True, **constants)
 
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
-    shape = HopperShape(splits)
     results = out, parts, weights
     hopper_parts(
-        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, launch=on_cpu
-    )
+        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, early=shape.lean,
+        launch=on_cpu,
+    )  # fmt: skip
     if splits > 1:
-        empty = weights.isnan()
+        empty = weights.isneginf() if shape.lean else weights.isnan()
         assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
         share = weights.masked_fill(empty, float("-inf")).mul(0.6931471805599453).softmax(-1)
-        out = (share.nan_to_num().unsqueeze(-1) * parts.nan_to_num()).sum(2)
+        out = (share.nan_to_num().unsqueeze(-1) * parts.float().nan_to_num()).sum(2)
     clean_latents = latents.double().nan_to_num()
     want = mla_decode_reference(q.double(), clean_latents, clean, lengths, LATENT, 0.05, PAGE)
     assert not out[1].any(), "padding gets zeros"
