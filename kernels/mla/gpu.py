@@ -35,9 +35,6 @@ from k3vl.kernels.packed import Packed
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
 
-MERGED = 128
-"""Channels of a program that adds parts."""
-
 _FEW_HEADS = 32
 """Up to here the rows of a tensor core's product are mostly padding, and bytes are what counts."""
 
@@ -189,18 +186,7 @@ def mla_decode(
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
     if lean and not whole:
-        mla_merge_once_kernel[(heads, batch, latent_width // MERGED)](
-            parts,
-            sums,
-            out,
-            splits,
-            R=latent_width,
-            BR=MERGED,
-            BS=triton.next_power_of_2(splits),
-            PDL=early,
-            num_warps=4 if splits <= 16 else 8,
-            launch_pdl=early,
-        )
+        _merge_once(parts, sums, out, early=early)
     elif not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
@@ -218,6 +204,27 @@ def mla_decode(
             launch_pdl=early,
         )
     return out
+
+
+def _merge_once(
+    parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, early: bool
+) -> None:
+    """Add parts [B, H, SPLITS, R]; every one has a weight [B, H, SPLITS], empty ones -inf."""
+    batch, heads, splits, width = parts.shape
+    # Few parts: whole rows by one warp each, so that all programs run at once.
+    columns, warps = (width, 1) if splits <= 4 else (min(width, 128), 8)
+    mla_merge_once_kernel[(heads, batch, width // columns)](
+        parts,
+        weights,
+        out,
+        splits,
+        R=width,
+        BR=columns,
+        BS=triton.next_power_of_2(splits),
+        PDL=early,
+        num_warps=warps,
+        launch_pdl=early,
+    )
 
 
 def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
