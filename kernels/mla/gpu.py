@@ -171,7 +171,7 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    lean = isinstance(layout, HopperShape) and layout.lean
+    lean = isinstance(layout, HopperShape) and layout.way != "sides"
     dtype = torch.bfloat16 if lean else torch.float32
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)

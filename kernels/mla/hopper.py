@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -18,15 +18,16 @@ _COPY_ALIGNMENT = 16
 
 
 class HopperShape(NamedTuple):
-    """Parts of a context, and how a launch uses its time; all but ``splits`` for measurements yet.
+    """Parts of a context, and how a program goes about one; all but ``splits`` for measurements yet.
 
-    ``lean``: latents are asked for before the queries, launches begin early, and parts are bfloat16
-    that one more launch adds in one go. ``ahead``: so many pairs of tiles before they are copied,
-    latents are brought to the L2 cache; 0 for never.
+    ``way``: "sides" is the default. "lean" asks for latents before queries, begins early, and has
+    parts in bfloat16, of which empty ones have a weight too, for one more launch to add in one go.
+    "even" is that, with another order of the two sides. ``ahead``: so many pairs of tiles before
+    they are copied, latents are brought to the L2 cache; 0 for never.
     """
 
     splits: int
-    lean: bool = False
+    way: Literal["sides", "lean", "even"] = "sides"
     ahead: int = 0
 
 
@@ -60,8 +61,8 @@ def hopper_parts(
 ) -> None:
     """Fill results: [B, H, R], or with several parts theirs and their weights.
 
-    ``early``: a lean launch may begin beside the one before it. ``launch`` takes kernel, grid and
-    arguments; None starts it on the device.
+    ``early``: all but the default may begin beside the launch before. ``launch`` takes kernel, grid
+    and arguments; None starts it on the device.
     """
     batch, heads, width = q.shape
     grid = (-(-heads // HEADS), batch, shape.splits)
@@ -87,11 +88,15 @@ def hopper_parts(
         "BH": HEADS,
         "BN": TILE,
         "WHOLE": shape.splits == 1,
-        "LEAN": shape.lean,
         "AHEAD": shape.ahead,
-        "PDL": shape.lean and early,
+        "PDL": shape.way != "sides" and early,
     }
-    from k3vl.kernels.mla.hopper_kernels import mla_decode_sides_kernel as kernel
+    if shape.way == "even":
+        from k3vl.kernels.mla.hopper_even_kernels import mla_decode_even_kernel as kernel
+    else:
+        from k3vl.kernels.mla.hopper_kernels import mla_decode_sides_kernel as kernel
+
+        constants["LEAN"] = shape.way == "lean"
 
     if launch is not None:
         launch(kernel, grid, latents, blocks, *args, **constants)

@@ -52,8 +52,17 @@ def first_tiles(
 
 
 @gluon.jit
-def ask_ahead(latents, s_latents, rows, live, BN: gl.constexpr, WIDTH: gl.constexpr):
-    """Have tiles at ``rows`` [128], where ``live``, brought to the L2 cache; nothing is read."""
+def ask_for_tiles(
+    latents, s_latents, p_rows, s_page, first, count, end, PAGE: gl.constexpr, BN: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """A thread each has one of ``count`` tiles from the latent ``first`` on brought to the L2 cache.
+
+    Nothing is read. A tile is one run of memory: from its first row's begin to its last one's end.
+    """
+    at = first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])) * BN
+    live = (at < end) & (at < first + count * BN)
+    rows = gl.load(p_rows + at // PAGE * s_page, mask=live, other=0) + at % PAGE
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $3, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -63,18 +72,6 @@ def ask_ahead(latents, s_latents, rows, live, BN: gl.constexpr, WIDTH: gl.conste
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def ask_for_tiles(
-    latents, s_latents, p_rows, s_page, first, count, end, PAGE: gl.constexpr, BN: gl.constexpr,
-    WIDTH: gl.constexpr,
-):  # fmt: skip
-    """A thread each asks for one of ``count`` tiles from the latent ``first`` on."""
-    at = first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])) * BN
-    live = (at < end) & (at < first + count * BN)
-    rows = gl.load(p_rows + at // PAGE * s_page, mask=live, other=0) + at % PAGE
-    ask_ahead(latents, s_latents, rows, live, BN, WIDTH)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ HEADS, LATENT, SHARED, PAGE = 70, 512, 64, 64
 BF16 = torch.bfloat16
 
 
-SHAPES = [(1,), (2,), (3,), (1, True, 2), (2, True, 0), (3, True, 1)]
-"""Of launches: parts, whether it is lean, pairs of tiles asked for ahead."""
+SHAPES = [
+    *((1,), (2,), (3,), (1, "lean", 2), (2, "lean", 0), (3, "lean", 1)),
+    *((1, "even", 2), (2, "even", 0), (3, "even", 1)),
+]
+"""Of launches: parts, in which way, pairs of tiles asked for ahead."""
 
 
 @pytest.mark.parametrize("how", SHAPES)
-def test_kernel_is_its_reference(how: tuple[int, ...]) -> None:
+def test_kernel_is_its_reference(how: tuple[Any, ...]) -> None:
     """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
@@ -47,7 +51,8 @@ def test_kernel_is_its_reference(how: tuple[int, ...]) -> None:
     begins = begins.T.contiguous().T
     q = torch.randn(batch, HEADS, LATENT + SHARED).bfloat16()
     out = torch.full((batch, HEADS, LATENT), float("nan"), dtype=torch.bfloat16)
-    dtype = BF16 if shape.lean else torch.float32
+    lean = shape.way != "sides"
+    dtype = BF16 if lean else torch.float32
     parts = torch.full((batch, HEADS, splits, LATENT), float("nan"), dtype=dtype)
     weights = torch.full((batch, HEADS, splits), float("nan"))
 
@@ -58,11 +63,11 @@ def test_kernel_is_its_reference(how: tuple[int, ...]) -> None:
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
     results = out, parts, weights
     hopper_parts(
-        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, early=shape.lean,
+        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, early=lean,
         launch=on_cpu,
     )  # fmt: skip
     if splits > 1:
-        empty = weights.isneginf() if shape.lean else weights.isnan()
+        empty = weights.isneginf() if lean else weights.isnan()
         assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
         share = weights.masked_fill(empty, float("-inf")).mul(0.6931471805599453).softmax(-1)
         out = (share.nan_to_num().unsqueeze(-1) * parts.float().nan_to_num()).sum(2)

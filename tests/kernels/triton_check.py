@@ -449,8 +449,9 @@ def check_mla_decode_hopper() -> Iterator[str]:
     q = normal(batch, heads, 576, dtype=torch.bfloat16)
     args = (latents.double().nan_to_num(), clean, lengths, 512, 0.07, page)
     want = mla_decode_reference(q.double(), *args)
-    lean = (HopperShape(splits, lean=True, ahead=3) for splits in (1, 2, 3, 66))
-    for shape in (None, *(HopperShape(splits) for splits in (1, 2, 3, 66)), *lean):
+    ways = (("sides", 0), ("lean", 3), ("even", 3), ("even", 0))
+    shapes = (HopperShape(splits, *way) for splits in (1, 2, 3, 66) for way in ways)
+    for shape in (None, *shapes):
         for _ in range(20 if LARGE else 2):  # whatever the order of the warps
             got = mla_decode(q, latents, begins, lengths, 512, 0.07, page, shape=shape)
             close(f"{shape}", got, want, bound(torch.bfloat16))
