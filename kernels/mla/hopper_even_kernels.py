@@ -4,7 +4,7 @@ Tiles, copies and memory are those of ``hopper_kernels``, launched lean. There, 
 maximum of both tiles and side 0 rescales twice; here the sides tell each other their maxima before
 either has probabilities, so that both have them at once, once and for all.
 """
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, SIM102
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from triton.experimental import gluon

@@ -4,7 +4,7 @@ A tile is BN latents; it lies in shared memory once and is keys and values at on
 tiles, so a tile is one run of rows, which the copy engine fetches by itself. Two tiles fit beside
 the queries of 64 heads; what counts is that the next copy begins as soon as a tile is used up.
 """
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, SIM102
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from triton.experimental import gluon
