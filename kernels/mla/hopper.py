@@ -18,7 +18,7 @@ _COPY_ALIGNMENT = 16
 
 
 class HopperShape(NamedTuple):
-    """Parts of a context, and how a program goes about one; all but ``splits`` for measurements yet.
+    """Parts of a context, and how a program goes about one: that is for measurements yet.
 
     ``way``: "sides" is the default. "lean" asks for latents before queries, begins early, and has
     parts in bfloat16, of which empty ones have a weight too, for one more launch to add in one go.

@@ -56,7 +56,7 @@ def ask_for_tiles(
     latents, s_latents, p_rows, s_page, first, count, end, PAGE: gl.constexpr, BN: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """A thread each has one of ``count`` tiles from the latent ``first`` on brought to the L2 cache.
+    """Have ``count`` tiles from the latent ``first`` on brought to the L2 cache, a thread each.
 
     Nothing is read. A tile is one run of memory: from its first row's begin to its last one's end.
     """
