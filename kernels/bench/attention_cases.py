@@ -95,6 +95,8 @@ def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
     shapes: list[DecodeShape | HopperShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
+    shapes += [HopperShape(most, "lean", ahead) for ahead in (0, 3)]
+    shapes += [HopperShape(most, "even", ahead) for ahead in (0, 1, 3)]
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}

@@ -147,6 +147,40 @@ def mla_merge_kernel(
 
 
 @triton.jit
+def mla_merge_once_kernel(
+    parts,
+    weights,
+    out,
+    SPLITS,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    BS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As ``mla_merge_kernel``, all parts in one go, none of its loads behind another.
+
+    That needs a weight of every part, of empty ones too: it is that of nothing, and what such a
+    part holds has no influence.
+    """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    i_b = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    at = i_b * SPLITS
+    o_s = tl.arange(0, BS)
+    o_r = tl.program_id(2) * BR + tl.arange(0, BR)
+    there = o_s < SPLITS
+    part = tl.load(parts + (at + o_s)[:, None] * R + o_r[None, :], mask=there[:, None], other=0.0)
+    w = tl.load(weights + at + o_s, mask=there, other=float("-inf"))
+    filled = w > float("-inf")
+    highest = tl.max(tl.where(filled, w, -1e38), 0)
+    share = tl.where(filled, tl.exp2(w - highest), 0.0)
+    total = tl.maximum(tl.sum(share, 0), 1.0)  # of padding there are no parts
+    part = tl.where(filled[:, None], part.to(tl.float32), 0.0)
+    mixed = tl.sum(part * share[:, None], 0) / total
+    tl.store(out + i_b * R + o_r, mixed.to(out.dtype.element_ty))
+
+
+@triton.jit
 def mla_absorb_kernel(
     q,
     keys,

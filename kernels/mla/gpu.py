@@ -19,6 +19,7 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_decode_kernel,
     mla_gate_kernel,
     mla_merge_kernel,
+    mla_merge_once_kernel,
     mla_store_kernel,
     mla_values_kernel,
 )
@@ -170,19 +171,23 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
+    lean = isinstance(layout, HopperShape) and layout.way != "sides"
+    dtype = torch.bfloat16 if lean else torch.float32
+    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
     args = (q, latents, rows, lengths, latent_width, scale, page)
+    early = begins_early(q)
     if isinstance(layout, HopperShape):
         if not hopper_takes(q, latents, rows, latent_width, page):
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
         tile = TILE
-        hopper_parts(*args, layout, results=(out, parts, sums))
+        hopper_parts(*args, layout, results=(out, parts, sums), early=early)
     else:
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
-    if not whole:
-        early = begins_early(q)
+    if lean and not whole:
+        _merge_once(parts, sums, out, early=early)
+    elif not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,
@@ -199,6 +204,27 @@ def mla_decode(
             launch_pdl=early,
         )
     return out
+
+
+def _merge_once(
+    parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, early: bool
+) -> None:
+    """Add parts [B, H, SPLITS, R]; every one has a weight [B, H, SPLITS], empty ones -inf."""
+    batch, heads, splits, width = parts.shape
+    # Few parts: whole rows by one warp each, so that all programs run at once.
+    columns, warps = (width, 1) if splits <= 4 else (min(width, 128), 8)
+    mla_merge_once_kernel[(heads, batch, width // columns)](
+        parts,
+        weights,
+        out,
+        splits,
+        R=width,
+        BR=columns,
+        BS=triton.next_power_of_2(splits),
+        PDL=early,
+        num_warps=warps,
+        launch_pdl=early,
+    )
 
 
 def mla_absorb(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -18,9 +18,17 @@ _COPY_ALIGNMENT = 16
 
 
 class HopperShape(NamedTuple):
-    """Parts of a context."""
+    """Parts of a context, and how a program goes about one: that is for measurements yet.
+
+    ``way``: "sides" is the default. "lean" asks for latents before queries, begins early, and has
+    parts in bfloat16, of which empty ones have a weight too, for one more launch to add in one go.
+    "even" is that, with another order of the two sides. ``ahead``: so many pairs of tiles before
+    they are copied, latents are brought to the L2 cache; 0 for never.
+    """
 
     splits: int
+    way: Literal["sides", "lean", "even"] = "sides"
+    ahead: int = 0
 
 
 def hopper_takes(
@@ -48,21 +56,25 @@ def hopper_parts(
     shape: HopperShape,
     *,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    early: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Fill results: [B, H, R], or with several parts theirs and their weights.
 
-    ``launch`` takes kernel, grid and arguments; None starts it on the device.
+    ``early``: all but the default may begin beside the launch before. ``launch`` takes kernel, grid
+    and arguments; None starts it on the device.
     """
     batch, heads, width = q.shape
     grid = (-(-heads // HEADS), batch, shape.splits)
     blocks = [TILE, latent_width // 2], [TILE, width - latent_width]
     args: tuple[Any, ...] = (
+        latents,
         q,
         rows,
         lengths,
         *results,
         *q.stride()[:2],
+        latents.stride(0),
         *rows.stride(),
         latents.shape[0],
         scale / math.log(2),
@@ -76,8 +88,15 @@ def hopper_parts(
         "BH": HEADS,
         "BN": TILE,
         "WHOLE": shape.splits == 1,
+        "AHEAD": shape.ahead,
+        "PDL": shape.way != "sides" and early,
     }
-    from k3vl.kernels.mla.hopper_kernels import mla_decode_sides_kernel as kernel
+    if shape.way == "even":
+        from k3vl.kernels.mla.hopper_even_kernels import mla_decode_even_kernel as kernel
+    else:
+        from k3vl.kernels.mla.hopper_kernels import mla_decode_sides_kernel as kernel
+
+        constants["LEAN"] = shape.way == "lean"
 
     if launch is not None:
         launch(kernel, grid, latents, blocks, *args, **constants)
@@ -87,4 +106,5 @@ def hopper_parts(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (TensorDescriptor.from_tensor(latents, block, layout) for block in blocks)
-    kernel[grid](*described, *args, **constants, num_warps=4)
+    early = constants["PDL"]
+    kernel[grid](*described, *args, **constants, num_warps=4, launch_pdl=early)

@@ -4,7 +4,7 @@ A tile is BN latents; it lies in shared memory once and is keys and values at on
 tiles, so a tile is one run of rows, which the copy engine fetches by itself. Two tiles fit beside
 the queries of 64 heads; what counts is that the next copy begins as soon as a tile is used up.
 """
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, SIM102
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from k3vl.kernels.gluon_parts import begin_copy, meet
+from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
 
 
 @gluon.jit
@@ -36,6 +36,45 @@ def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.conste
 
 
 @gluon.jit
+def first_tiles(
+    values, shared, p_rows, s_page, start, end, rows_end, m_mine, m_p, landed,
+    SIDE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a side's halves of the first two tiles."""
+    HALF: gl.constexpr = BN * (R // 2) * 2
+    COLUMN: gl.constexpr = SIDE * (R // 2)
+    row = tile_row(p_rows, s_page, start + SIDE * BN, end, rows_end, PAGE)
+    fetch(values, m_mine.index(SIDE), landed.index(3 * SIDE), row, COLUMN, HALF, 0)
+    row = tile_row(p_rows, s_page, start + (1 - SIDE) * BN, end, rows_end, PAGE)
+    last = landed.index(1 + SIDE)
+    fetch(values, m_mine.index(1 - SIDE), last, row, COLUMN, HALF, BN * P * 2)
+    begin_copy(shared, [row, R], last, m_p.index(1 - SIDE))
+
+
+@gluon.jit
+def ask_for_tiles(
+    latents, s_latents, p_rows, s_page, first, count, end, PAGE: gl.constexpr, BN: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Have ``count`` tiles from the latent ``first`` on brought to the L2 cache, a thread each.
+
+    Nothing is read. A tile is one run of memory: from its first row's begin to its last one's end.
+    """
+    at = first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])) * BN
+    live = (at < end) & (at < first + count * BN)
+    rows = gl.load(p_rows + at // PAGE * s_page, mask=live, other=0) + at % PAGE
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $3, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [latents + rows * s_latents, ((BN - 1) * s_latents + WIDTH) * 2, live.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
     """Clear rows from ``left`` on: they may hold NaN, and 0 x NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -50,9 +89,28 @@ def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def write_half(
+    m_half, mixed, target, i_b, i_h, i_s, H, SPLITS, there, COLUMN: gl.constexpr, R: gl.constexpr,
+    BH: gl.constexpr,
+):  # fmt: skip
+    """A side's channels to [B, H, SPLITS, R], whole sectors at a time, by way of its last tile."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    m_half.store(mixed.to(gl.bfloat16))
+    o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, ROWS))
+    part = (i_b * H + o_h) * SPLITS + i_s
+    o_r = COLUMN + gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    for k in gl.static_range(R // 128):
+        b_x = m_half.slice(k * 64, 64, dim=1).load(ROWS)
+        p_target = target + part[:, None] * R + (k * 64 + o_r)[None, :]
+        gl.store(p_target, b_x, mask=(o_h < H)[:, None] & there)
+
+
+@gluon.jit
 def one_side(
     values,
     shared,
+    latents,
+    s_latents,
     p_rows,
     s_page,
     rows_end,
@@ -84,6 +142,8 @@ def one_side(
     BH: gl.constexpr,
     BN: gl.constexpr,
     WHOLE: gl.constexpr,
+    LEAN: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """What four warps do: the scores of every second tile, and half of the channels of all values.
 
@@ -112,12 +172,12 @@ def one_side(
     MINE: gl.constexpr = 3 * SIDE
     LAST: gl.constexpr = 1 + SIDE
     pairs = gl.cdiv(gl.maximum(end - start, 0), 2 * BN)
-    if pairs > 0:
-        row = tile_row(p_rows, s_page, start + SIDE * BN, end, rows_end, PAGE)
-        fetch(values, m_mine.index(SIDE), landed.index(MINE), row, COLUMN, HALF, 0)
-        row = tile_row(p_rows, s_page, start + (1 - SIDE) * BN, end, rows_end, PAGE)
-        fetch(values, m_mine.index(1 - SIDE), landed.index(LAST), row, COLUMN, HALF, REST)
-        begin_copy(shared, [row, R], landed.index(LAST), m_p.index(1 - SIDE))
+    if not LEAN:
+        if pairs > 0:
+            first_tiles(
+                values, shared, p_rows, s_page, start, end, rows_end, m_mine, m_p, landed, SIDE, R,
+                P, PAGE, BN,
+            )  # fmt: skip
     highest = gl.full([BH], float("-inf"), gl.float32, ROW)
     total = gl.zeros([BH], gl.float32, ROW)
     zero = gl.zeros([BH, BN], gl.float32, S)
@@ -140,6 +200,10 @@ def one_side(
         mbarrier.wait(landed.index(2 - SIDE), phase)
         s = warpgroup_mma(m_q.index(other), m_others.index(own).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
+        if SIDE == 1 and AHEAD > 0:
+            if i_h == 0:
+                at_ahead = at + AHEAD * 2 * BN
+                ask_for_tiles(latents, s_latents, p_rows, s_page, at_ahead, 2, end, PAGE, BN, R + P)
         s = warpgroup_mma_wait(0, [s])
         left = end - at - SIDE * BN
         if left < BN:
@@ -206,7 +270,18 @@ def one_side(
     o_h = i_h * BH + gl.arange(0, BH, ROW_O)
     o_r = COLUMN + gl.arange(0, R // 2, gl.SliceLayout(0, O))
     exists = (o_h < H)[:, None]
-    if WHOLE:
+    if LEAN:
+        write_half(
+            m_mine.index(SIDE), mixed, out if WHOLE else parts, i_b, i_h, i_s, H, SPLITS,
+            WHOLE or start < length, COLUMN, R, BH,
+        )  # fmt: skip
+        if not WHOLE:
+            if SIDE == 0:
+                # Of a part that is empty there is only the weight, and that is nothing.
+                o_w = i_h * BH + gl.arange(0, BH, ROW)
+                p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
+                gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
+    elif WHOLE:
         p_out = out + (i_b * H + o_h[:, None]) * R + o_r[None, :]
         gl.store(p_out, mixed.to(out.dtype.element_ty), mask=exists)
     elif start < length:
@@ -222,6 +297,7 @@ def one_side(
 def mla_decode_sides_kernel(
     values,
     shared,
+    latents,
     q,
     rows,
     lengths,
@@ -230,6 +306,7 @@ def mla_decode_sides_kernel(
     weights,
     s_q,
     s_qh,
+    s_latents,
     s_rows,
     s_page,
     rows_end,
@@ -242,12 +319,22 @@ def mla_decode_sides_kernel(
     BH: gl.constexpr,
     BN: gl.constexpr,
     WHOLE: gl.constexpr,
+    LEAN: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """BH heads of one sequence over one part of its context, two tiles at a time: ``one_side``.
 
     ``values`` and ``shared`` describe blocks [BN, R / 2] and [BN, P] of the latents; for the rest
     see ``mla_decode_kernel``. After FlashMLA's schedule for Hopper.
+
+    LEAN: latents are asked for before the queries, parts are bfloat16 and leave by way of shared
+    memory, and empty ones have a weight too, that of nothing. AHEAD: so many pairs of tiles before
+    they are copied they are brought to the L2 cache, by the program with the first heads.
     """
+    if PDL:
+        let_next_begin()
+        wait_for_inputs()
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -272,6 +359,24 @@ def mla_decode_sides_kernel(
     m_qp = gl.allocate_shared_memory(gl.bfloat16, [1, BH, P], TILE)
     m_max = gl.allocate_shared_memory(gl.float32, [2, BH], FLAT)
     m_sum = gl.allocate_shared_memory(gl.float32, [2, BH], FLAT)
+    if LEAN:
+        fence_async_shared()
+        meet()
+        if start < end:
+            first_tiles(
+                values, shared, p_rows, s_page, start, end, rows_end, m_left, m_p, landed, 0, R, P,
+                PAGE, BN,
+            )  # fmt: skip
+            first_tiles(
+                values, shared, p_rows, s_page, start, end, rows_end, m_right, m_p, landed, 1, R, P,
+                PAGE, BN,
+            )  # fmt: skip
+    if AHEAD > 0:
+        if i_h == 0:
+            ask_for_tiles(
+                latents, s_latents, p_rows, s_page, start + 2 * BN, 2 * AHEAD - 2, end, PAGE, BN,
+                R + P,
+            )  # fmt: skip
     o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, Q))
     exists = (o_h < H)[:, None]
     o_k = gl.arange(0, 64, gl.SliceLayout(0, Q))
@@ -288,17 +393,19 @@ def mla_decode_sides_kernel(
             (
                 one_side,
                 (
-                    values, shared, p_rows, s_page, rows_end, start, end, length, scale, m_q, m_qp,
-                    m_left, m_right, m_p, m_max, m_sum, landed, told, out, parts, weights, i_b, i_h,
-                    i_s, H, SPLITS, 0, R, P, PAGE, BH, BN, WHOLE,
+                    values, shared, latents, s_latents, p_rows, s_page, rows_end, start, end,
+                    length, scale, m_q, m_qp, m_left, m_right, m_p, m_max, m_sum, landed, told, out,
+                    parts, weights, i_b, i_h, i_s, H, SPLITS, 0, R, P, PAGE, BH, BN, WHOLE, LEAN,
+                    AHEAD,
                 ),
             ),
             (
                 one_side,
                 (
-                    values, shared, p_rows, s_page, rows_end, start, end, length, scale, m_q, m_qp,
-                    m_right, m_left, m_p, m_max, m_sum, landed, told, out, parts, weights, i_b, i_h,
-                    i_s, H, SPLITS, 1, R, P, PAGE, BH, BN, WHOLE,
+                    values, shared, latents, s_latents, p_rows, s_page, rows_end, start, end,
+                    length, scale, m_q, m_qp, m_right, m_left, m_p, m_max, m_sum, landed, told, out,
+                    parts, weights, i_b, i_h, i_s, H, SPLITS, 1, R, P, PAGE, BH, BN, WHOLE, LEAN,
+                    AHEAD,
                 ),
             ),
         ],

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,13 +19,22 @@ HEADS, LATENT, SHARED, PAGE = 70, 512, 64, 64
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
-def test_kernel_is_its_reference(splits: int) -> None:
+SHAPES = [
+    *((1,), (2,), (3,), (1, "lean", 2), (2, "lean", 0), (3, "lean", 1)),
+    *((1, "even", 2), (2, "even", 0), (3, "even", 1)),
+]
+"""Of launches: parts, in which way, pairs of tiles asked for ahead."""
+
+
+@pytest.mark.parametrize("how", SHAPES)
+def test_kernel_is_its_reference(how: tuple[Any, ...]) -> None:
     """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
+    shape = HopperShape(*how)
+    splits = shape.splits
     torch.manual_seed(splits)
     random.seed(splits)
     lengths = torch.tensor([1, 0, 64, 65, 3 * PAGE - 1, 129, 256])
@@ -41,7 +51,9 @@ def test_kernel_is_its_reference(splits: int) -> None:
     begins = begins.T.contiguous().T
     q = torch.randn(batch, HEADS, LATENT + SHARED).bfloat16()
     out = torch.full((batch, HEADS, LATENT), float("nan"), dtype=torch.bfloat16)
-    parts = torch.full((batch, HEADS, splits, LATENT), float("nan"))
+    lean = shape.way != "sides"
+    dtype = BF16 if lean else torch.float32
+    parts = torch.full((batch, HEADS, splits, LATENT), float("nan"), dtype=dtype)
     weights = torch.full((batch, HEADS, splits), float("nan"))
 
     def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
@@ -49,16 +61,16 @@ def test_kernel_is_its_reference(splits: int) -> None:
         launch(kernel, grid, *described, *args, ordered=True, **constants)
 
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
-    shape = HopperShape(splits)
     results = out, parts, weights
     hopper_parts(
-        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, launch=on_cpu
-    )
+        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, early=lean,
+        launch=on_cpu,
+    )  # fmt: skip
     if splits > 1:
-        empty = weights.isnan()
+        empty = weights.isneginf() if lean else weights.isnan()
         assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
         share = weights.masked_fill(empty, float("-inf")).mul(0.6931471805599453).softmax(-1)
-        out = (share.nan_to_num().unsqueeze(-1) * parts.nan_to_num()).sum(2)
+        out = (share.nan_to_num().unsqueeze(-1) * parts.float().nan_to_num()).sum(2)
     clean_latents = latents.double().nan_to_num()
     want = mla_decode_reference(q.double(), clean_latents, clean, lengths, LATENT, 0.05, PAGE)
     assert not out[1].any(), "padding gets zeros"
@@ -93,19 +105,38 @@ ORDER = [
     ("mask=exists, other=0.0))\n", "fence_async_shared()"),
 ]
 
+WAITED = "mixed, is_async=True)\n        mixed = warpgroup_mma_wait(0, [product])\n"
+EVEN = [
+    ("zero = gl.zeros([BH, BN], gl.float32, S)\n", "mbarrier.wait(landed.index(3 * SIDE), j & 1)"),
+    ("use_acc=False, is_async=True)\n", "mbarrier.wait(landed.index(2 - SIDE), j & 1)"),
+    ("probabilities replace.\n", "meet()"),
+    ("told.index(SIDE), count=1)\n", "mbarrier.wait(told.index(1 - SIDE), phase)"),
+    ("m_p.index(own).store(b_p)\n", "fence_async_shared()"),
+    ("m_p.index(own).store(b_p)\n        fence_async_shared()\n", "meet()"),
+    (f"b_own, {WAITED}", "meet()"),
+    ("waits himself.\n", "mbarrier.wait(landed.index(LAST), phase)"),
+    ("mbarrier.wait(landed.index(LAST), phase)\n", "mbarrier.wait(told.index(3 - SIDE), phase)"),
+    (f"b_other, {WAITED}", "meet()"),
+    ("m_sum.index(SIDE).store(total)\n", "meet()"),
+    ("told.index(4 + SIDE), count=1)\n", "mbarrier.wait(told.index(5 - SIDE), 0)"),
+    ("mask=exists, other=0.0))\n", "fence_async_shared()"),
+]
+LEFT_OUT = [("sides", *one) for one in ORDER] + [("even", *one) for one in EVEN]
 
-@pytest.mark.parametrize(("before", "left_out"), ORDER)
+
+@pytest.mark.parametrize(("way", "before", "left_out"), LEFT_OUT)
 def test_whatever_is_left_out_of_the_order_is_a_race(
-    tmp_path: Path, before: str, left_out: str
+    tmp_path: Path, way: Literal["sides", "even"], before: str, left_out: str
 ) -> None:
     """Three rounds over 300 latents: also what one of them does to the next is ordered."""
     pytest.importorskip("triton.experimental.gluon")
-    from k3vl.kernels.mla import hopper_kernels
+    from k3vl.kernels.mla import hopper_even_kernels, hopper_kernels
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts
     from tests.kernels.gluon_on_cpu import Descriptor, launch
     from tests.kernels.ordering import RaceError
 
-    text = Path(hopper_kernels.__file__).read_text(encoding="utf-8")
+    module = hopper_even_kernels if way == "even" else hopper_kernels
+    text = Path(module.__file__).read_text(encoding="utf-8")
     place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
     text, found = place.subn(r"\1pass\n", text)
     assert found == 1
@@ -117,7 +148,7 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
 
     def on_cpu(_, grid, matrix, blocks, *args, **constants) -> None:
         described = (Descriptor(matrix, tuple(block)) for block in blocks)
-        kernel = changed.mla_decode_sides_kernel
+        kernel = getattr(changed, f"mla_decode_{way}_kernel")
         launch(kernel, grid, *described, *args, ordered=True, **constants)
 
     q, latents = torch.zeros(1, 64, 576).bfloat16(), torch.zeros(320, 576).bfloat16()
@@ -125,7 +156,7 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     with pytest.raises(RaceError):
         hopper_parts(
             q, latents, torch.arange(0, 320, 64)[None], torch.tensor([300]), 512, 0.05, 64,
-            HopperShape(1), results=results, launch=on_cpu,
+            HopperShape(1, way), results=results, launch=on_cpu,
         )  # fmt: skip
 
 
@@ -150,7 +181,7 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def chosen(
         batch: int, context: int, *, heads: int = 96, page: int = 64, dtype: torch.dtype = BF16
-    ) -> tuple[int, ...]:
+    ) -> object:
         q = torch.zeros(batch, heads, 576, dtype=dtype)
         latents, table = q[:, 0], torch.zeros(batch, context // page, dtype=torch.int64)
         return gpu._best_shape(q, latents, table, 512, page)

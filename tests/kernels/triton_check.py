@@ -6,6 +6,7 @@ run draws new inputs from a printed seed. "small" leaves out what is long, for a
 kernels down. Usage: triton_check.py OP DEVICE [small]
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,6 +32,7 @@ from k3vl.kernels.kda.hopper import HopperShape as KDAHopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
+    _merge_once,
     mla_decode,
     mla_prefill,
     mla_prefill_latent,
@@ -418,6 +420,22 @@ def check_mla_decode_pages() -> Iterator[str]:
         yield f"{dtype} pages of 16, 48 and 64; NaN in all that is not used"
 
 
+def check_mla_decode_merge() -> Iterator[str]:
+    """Parts added in one go: some are empty, then whatever they hold; a row may have none."""
+    for dtype in DTYPES:
+        for splits in (2, 3, 5, 66):
+            parts, weights = normal(3, 4, splits, 256), 30 * normal(3, 4, splits)
+            weights[0, :, 1:] = weights[1] = float("-inf")
+            parts[weights.isneginf()] = float("nan")
+            share = (weights.double() * math.log(2)).softmax(-1).nan_to_num()
+            want = (share.unsqueeze(-1) * parts.to(dtype).double().nan_to_num()).sum(2)
+            out = torch.full((3, 4, 256), float("nan"), device=DEVICE, dtype=dtype)
+            _merge_once(parts.to(dtype), weights, out, early=ON_GPU)
+            close(f"merge of {splits} {dtype}", out, want, bound(dtype))
+            assert not out[1].any(), "padding gets zeros"
+        yield f"{dtype} 2 to 66 parts, NaN in empty ones"
+
+
 def check_mla_decode_hopper() -> Iterator[str]:
     """On a device only; ``test_mla_hopper.py`` has what a CPU can show."""
     if not ON_GPU or torch.cuda.get_device_capability() != (9, 0):
@@ -438,7 +456,9 @@ def check_mla_decode_hopper() -> Iterator[str]:
     q = normal(batch, heads, 576, dtype=torch.bfloat16)
     args = (latents.double().nan_to_num(), clean, lengths, 512, 0.07, page)
     want = mla_decode_reference(q.double(), *args)
-    for shape in (None, *(HopperShape(splits) for splits in (1, 2, 3, 66))):
+    ways = (("sides", 0), ("lean", 3), ("even", 3), ("even", 0))
+    shapes = (HopperShape(splits, *way) for splits in (1, 2, 3, 66) for way in ways)
+    for shape in (None, *shapes):
         for _ in range(20 if LARGE else 2):  # whatever the order of the warps
             got = mla_decode(q, latents, begins, lengths, 512, 0.07, page, shape=shape)
             close(f"{shape}", got, want, bound(torch.bfloat16))
@@ -721,7 +741,7 @@ CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "kda_pieces": (check_kda_snapshots, check_kda_pieces),
     "mla_decode": (
         *(check_mla_decode, check_mla_decode_pages, check_mla_decode_hopper),
-        *(check_mla_store, check_mla_values),
+        *(check_mla_decode_merge, check_mla_store, check_mla_values),
     ),
     "mla_prefill": (check_mla_prefill,),
     "attn_residual": (check_attn_residual,),
