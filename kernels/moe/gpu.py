@@ -26,7 +26,16 @@ from k3vl.kernels.moe.experts_kernel import (
 )
 from k3vl.kernels.moe.few import FewShapes, few_products, few_shapes
 from k3vl.kernels.moe.joined import can_join, joined_products
-from k3vl.kernels.moe.plan import EIGHT, FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
+from k3vl.kernels.moe.plan import (
+    EIGHT,
+    FULL,
+    TAILS,
+    WIDTHS,
+    ExpertPlan,
+    Tiles,
+    most_tiles,
+    plan_experts,
+)
 from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
 from k3vl.kernels.weight import plain
@@ -97,11 +106,13 @@ def router_logits_gpu(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     return router_logits(x, router)
 
 
-def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
-    """:func:`plan_experts`, in one launch where there are few pairs."""
+def plan_gpu(
+    experts: torch.Tensor, num_experts: int, narrow: int = 16, tails: tuple[int, ...] = TAILS
+) -> ExpertPlan:
+    """:func:`plan_experts`, in one launch where there are few pairs, with the usual tails."""
     (tokens, top_k), pairs = experts.shape, experts.numel()
-    if pairs > FEW_PAIRS:
-        return plan_experts(experts, num_experts, narrow)
+    if pairs > FEW_PAIRS or tails != TAILS:
+        return plan_experts(experts, num_experts, narrow, tails)
     bounds = most_tiles(tokens, top_k, num_experts, narrow)
     longest = max(bounds.values(), default=0)
 
@@ -146,6 +157,7 @@ def moe_experts_mxfp4_gpu(
     eps: float = 0.0,
     products: Products | None = None,
     few: FewShapes | None = None,
+    tails: tuple[int, ...] = TAILS,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
@@ -153,6 +165,7 @@ def moe_experts_mxfp4_gpu(
     what the others are, only on how many there are and share its experts: that decides about widths
     of tiles and order of sums (float32). ``few`` and ``products`` None: by the device, the experts'
     widths and the number of pairs an expert; else the products for few tokens, cut so, or these.
+    ``tails``: what the plan of ``products`` may widen a full tile by.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
@@ -168,7 +181,7 @@ def moe_experts_mxfp4_gpu(
         outputs = few_products(x, plan, stored, activation, top_k, few)
         _combine(outputs, weights, norm, eps, out, overlap=True)
         return out
-    plan = plan_gpu(experts, stored.count)
+    plan = plan_gpu(experts, stored.count, tails=tails)
     if products is None:
         products = joined_products if many and can_join(stored, pairs) else separate_products
     _combine(products(x, plan, stored, activation, top_k), weights, norm, eps, out)

@@ -49,9 +49,19 @@ SHAPES = {
     32: Joined(rows=128, warps=4, stages=3, parts=2),
     64: Joined(rows=128, warps=4, stages=3),
     128: _WIDE,
+    144: _WIDE,
     160: _WIDE,
+    192: _WIDE,
 }
 """By tile width, for the way in and the way back."""
+
+AT_ONCE = 224
+"""Tiles of a width that have programs of their own, where programs take several in turn.
+
+Lists of tiles are as long as the worst case. At 8,192 tokens of K3 a program for each place of
+every list would be 264,000 on the way in, of which 48,000 have a tile (uniform routing), and those
+without one still begin, read the count and end.
+"""
 
 
 def can_join(stored: Mxfp4Experts, pairs: int) -> bool:
@@ -68,6 +78,7 @@ def joined_products(
     activation: GatedActivation,
     top_k: int,
     shapes: Mapping[int, Joined] = SHAPES,
+    at_once: int | None = None,
 ) -> torch.Tensor:
     """Every pair's output by itself.
 
@@ -78,6 +89,7 @@ def joined_products(
         activation: theirs.
         top_k: experts a token.
         shapes: how the products are cut, by tile width.
+        at_once: most tiles of a width that have programs of their own; None: all.
 
     Returns:
         [N k, L] by pair, in the dtype of ``x``.
@@ -95,18 +107,27 @@ def joined_products(
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     for width, tiles in plan.tiles.items():
         rows, constants = block_of(shapes[width], width, 2 * inner, latent)
-        gate_up_joined_kernel[(2 * inner // rows, tiles.expert.numel())](
+        programs, turns = _programs(tiles.expert.numel(), at_once)
+        gate_up_joined_kernel[(2 * inner // rows, programs)](
             split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
-            BM=rows // 2, PACKED=packed, **constants,
+            BM=rows // 2, PACKED=packed, TURNS=turns, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
         rows, constants = block_of(shapes[width], width, latent, inner)
-        down_joined_kernel[(latent // rows, tiles.expert.numel())](
+        programs, turns = _programs(tiles.expert.numel(), at_once)
+        down_joined_kernel[(latent // rows, programs)](
             hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
-            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, **constants,
+            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, TURNS=turns, **constants,
         )  # fmt: skip
     return outputs
+
+
+def _programs(tiles: int, at_once: int | None) -> tuple[int, bool]:
+    """How many programs a list of tiles gets, and whether they take turns."""
+    if at_once is None or tiles <= at_once:
+        return tiles, False
+    return at_once, True
 
 
 def _words(scale: torch.Tensor) -> torch.Tensor:

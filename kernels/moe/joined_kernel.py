@@ -103,16 +103,36 @@ def gate_up_joined_kernel(
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for BM features and one tile of BN + TAIL pairs.
 
     x [N, WIDTH / 128, 8, 16]; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
-    words of four bytes; out [N k, INNER / 128, 8, 16] in sorted order.
+    words of four bytes; out [N k, INNER / 128, 8, 16] in sorted order. TURNS: there are fewer
+    programs than tiles, and each takes the next as well.
     """
-    tile = tl.program_id(1)
-    if tile >= tl.load(tile_count):
-        return
+    count = tl.load(tile_count)
+    if TURNS:
+        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
+            _gate_up_tile(
+                tile, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
+                beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            )  # fmt: skip
+    elif tl.program_id(1) < count:
+        _gate_up_tile(
+            tl.program_id(1), x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
+            beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    tile, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k, beta, linear_beta,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """BM features of one tile."""
     WORDS: tl.constexpr = WIDTH // 8
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_first + tile)
@@ -167,16 +187,35 @@ def down_joined_kernel(
     h, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for BM features and one tile of BN + TAIL pairs.
 
     h [N k, INNER / 128, 8, 16] in sorted order; w [E, WIDTH, INNER / 8] words; scale
-    [E, WIDTH, INNER / 128] words of four bytes; out [N k, WIDTH] by pair.
+    [E, WIDTH, INNER / 128] words of four bytes; out [N k, WIDTH] by pair. TURNS: as above.
     """
-    tile = tl.program_id(1)
-    if tile >= tl.load(tile_count):
-        return
+    count = tl.load(tile_count)
+    if TURNS:
+        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
+            _down_tile(
+                tile, h, w, scale, order, tile_expert, tile_first, tile_end, out,
+                INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            )  # fmt: skip
+    elif tl.program_id(1) < count:
+        _down_tile(
+            tl.program_id(1), h, w, scale, order, tile_expert, tile_first, tile_end, out,
+            INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    tile, h, w, scale, order, tile_expert, tile_first, tile_end, out,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """BM features of one tile."""
     WORDS: tl.constexpr = INNER // 8
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_first + tile)

@@ -3,6 +3,7 @@
 (token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of
 128 pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full
 tile joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
+Which rests join, and how finely their tiles are cut, can be asked for otherwise.
 Nothing here waits for the device: lists have the length of the worst case, and a count says how
 much of them is valid.
 """
@@ -19,6 +20,10 @@ WIDTHS = (16, 32, 64, FULL, FULL + JOINED)
 
 Where the first of them is EIGHT in place of 16, 9 to 16 pairs are two tiles.
 """
+
+TAILS = (JOINED,)
+FINE_TAILS = (16, 32, 64)
+"""Powers of two up to 64, ascending: a rest behind a full tile joins it in the first that holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +61,9 @@ class ExpertPlan:
         return self.order, tiles.expert, tiles.first, tiles.end, tiles.count
 
 
-def most_tiles(tokens: int, top_k: int, experts: int, narrow: int = 16) -> dict[int, int]:
+def most_tiles(
+    tokens: int, top_k: int, experts: int, narrow: int = 16, tails: tuple[int, ...] = TAILS
+) -> dict[int, int]:
     """How many tiles of a width there can be; widths without any are missing.
 
     A token's choices differ, so an expert has no more pairs than there are tokens.
@@ -67,32 +74,41 @@ def most_tiles(tokens: int, top_k: int, experts: int, narrow: int = 16) -> dict[
         32: (17, min(experts, pairs // 17)),
         64: (33, min(experts, pairs // 33)),
         FULL: (65, pairs // FULL + min(experts, pairs // 65)),
-        FULL + JOINED: (FULL + 1, min(experts, pairs // (FULL + 1))),
     }
+    for less, tail in zip((0, *tails), tails, strict=False):
+        least = FULL + less + 1
+        bounds[FULL + tail] = (least, min(experts, pairs // least))
     return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
-def tiles_of(counts: torch.Tensor, narrow: int = 16) -> dict[int, torch.Tensor]:
+def tiles_of(
+    counts: torch.Tensor, narrow: int = 16, tails: tuple[int, ...] = TAILS
+) -> dict[int, torch.Tensor]:
     """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
     full, rest = counts // FULL, counts % FULL
-    joined = (full > 0) & (rest > 0) & (rest <= JOINED)
+    joined = (full > 0) & (rest > 0) & (rest <= tails[-1])
     alone = ~joined
-    return {
+    tiles = {
         narrow: (alone & (rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow),
         32: (alone & (rest > 16) & (rest <= 32)).to(counts),
-        64: ((rest > 32) & (rest <= 64)).to(counts),
+        64: (alone & (rest > 32) & (rest <= 64)).to(counts),
         FULL: full - joined.to(counts) + (rest > 64).to(counts),
-        FULL + JOINED: joined.to(counts),
     }
+    for less, tail in zip((0, *tails), tails, strict=False):
+        tiles[FULL + tail] = (joined & (rest > less) & (rest <= tail)).to(counts)
+    return tiles
 
 
-def plan_experts(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
+def plan_experts(
+    experts: torch.Tensor, num_experts: int, narrow: int = 16, tails: tuple[int, ...] = TAILS
+) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
     Args:
         experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
         narrow: width of the first kind of tiles, 16 or EIGHT.
+        tails: what a full tile may be widened by; see TAILS.
 
     Returns:
         The plan, on the device of ``experts``; nothing waits for the device.
@@ -103,9 +119,9 @@ def plan_experts(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> E
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
     tokens, top_k = experts.shape
-    bounds = most_tiles(tokens, top_k, num_experts, narrow)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, tails)
     tiles = {}
-    for width, needed in tiles_of(counts, narrow).items():
+    for width, needed in tiles_of(counts, narrow, tails).items():
         if width not in bounds:
             continue
         ends = needed.cumsum(0)
@@ -113,11 +129,10 @@ def plan_experts(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> E
         expert = torch.searchsorted(ends, at, right=True).clamp_(max=num_experts - 1)
         nth = at - (ends - needed)[expert]
         full = counts[expert] // FULL
-        behind = {
-            EIGHT: nth * EIGHT,
-            FULL: nth * FULL,
-            FULL + JOINED: (full - 1) * FULL,
-        }.get(width, full * FULL)
+        if width > FULL:
+            behind = (full - 1) * FULL
+        else:
+            behind = nth * width if width in (EIGHT, FULL) else full * FULL
         first = offsets[expert] + behind
         tiles[width] = Tiles(
             expert=expert.int(),
