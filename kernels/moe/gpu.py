@@ -29,7 +29,6 @@ from k3vl.kernels.moe.joined import can_join, joined_products
 from k3vl.kernels.moe.plan import (
     EIGHT,
     FULL,
-    TAILS,
     WIDTHS,
     ExpertPlan,
     Tiles,
@@ -107,12 +106,12 @@ def router_logits_gpu(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
 
 
 def plan_gpu(
-    experts: torch.Tensor, num_experts: int, narrow: int = 16, tails: tuple[int, ...] = TAILS
+    experts: torch.Tensor, num_experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
 ) -> ExpertPlan:
-    """:func:`plan_experts`, in one launch where there are few pairs, with the usual tails."""
+    """:func:`plan_experts`, in one launch where there are few pairs, with the usual widths."""
     (tokens, top_k), pairs = experts.shape, experts.numel()
-    if pairs > FEW_PAIRS or tails != TAILS:
-        return plan_experts(experts, num_experts, narrow, tails)
+    if pairs > FEW_PAIRS or widths != WIDTHS:
+        return plan_experts(experts, num_experts, narrow, widths)
     bounds = most_tiles(tokens, top_k, num_experts, narrow)
     longest = max(bounds.values(), default=0)
 
@@ -157,7 +156,7 @@ def moe_experts_mxfp4_gpu(
     eps: float = 0.0,
     products: Products | None = None,
     few: FewShapes | None = None,
-    tails: tuple[int, ...] = TAILS,
+    widths: tuple[int, ...] = WIDTHS,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
@@ -165,7 +164,7 @@ def moe_experts_mxfp4_gpu(
     what the others are, only on how many there are and share its experts: that decides about widths
     of tiles and order of sums (float32). ``few`` and ``products`` None: by the device, the experts'
     widths and the number of pairs an expert; else the products for few tokens, cut so, or these.
-    ``tails``: what the plan of ``products`` may widen a full tile by.
+    ``widths``: of the tiles that ``products`` are given.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
@@ -181,7 +180,7 @@ def moe_experts_mxfp4_gpu(
         outputs = few_products(x, plan, stored, activation, top_k, few)
         _combine(outputs, weights, norm, eps, out, overlap=True)
         return out
-    plan = plan_gpu(experts, stored.count, tails=tails)
+    plan = plan_gpu(experts, stored.count, widths=widths)
     if products is None:
         products = joined_products if many and can_join(stored, pairs) else separate_products
     _combine(products(x, plan, stored, activation, top_k), weights, norm, eps, out)

@@ -44,25 +44,20 @@ class Joined:
 
 
 _WIDE = Joined(rows=128, warps=8, stages=3)
+_MIDDLE = Joined(rows=128, warps=4, stages=3)
 SHAPES = {
     16: Joined(rows=128, warps=4, stages=3, parts=2),
     32: Joined(rows=128, warps=4, stages=3, parts=2),
-    64: Joined(rows=128, warps=4, stages=3),
+    48: _MIDDLE,
+    64: _MIDDLE,
+    80: _MIDDLE,
+    96: _MIDDLE,
     128: _WIDE,
     144: _WIDE,
     160: _WIDE,
     192: _WIDE,
 }
 """By tile width, for the way in and the way back."""
-
-AT_ONCE = 224
-"""Tiles of a width that have programs of their own, where programs take several in turn.
-
-Lists of tiles are as long as the worst case. At 8,192 tokens of K3 a program for each place of
-every list would be 264,000 on the way in, of which 48,000 have a tile (uniform routing), and those
-without one still begin, read the count and end.
-"""
-
 
 def can_join(stored: Mxfp4Experts, pairs: int) -> bool:
     """Whether blocks fit into the experts' widths, and offsets into 32 bits."""
@@ -78,7 +73,7 @@ def joined_products(
     activation: GatedActivation,
     top_k: int,
     shapes: Mapping[int, Joined] = SHAPES,
-    at_once: int | None = None,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """Every pair's output by itself.
 
@@ -89,7 +84,9 @@ def joined_products(
         activation: theirs.
         top_k: experts a token.
         shapes: how the products are cut, by tile width.
-        at_once: most tiles of a width that have programs of their own; None: all.
+        programs: of a launch at most, where they take blocks in turn; None: never in turn. A list
+            of tiles is as long as the worst case, and a program for each of its places begins,
+            reads the count and ends.
 
     Returns:
         [N k, L] by pair, in the dtype of ``x``.
@@ -105,29 +102,40 @@ def joined_products(
     hidden = x.new_empty(pairs, inner)
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
+    mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
+        most = programs if _in_turn(shapes[width], width, mean) else None
         rows, constants = block_of(shapes[width], width, 2 * inner, latent)
-        programs, turns = _programs(tiles.expert.numel(), at_once)
-        gate_up_joined_kernel[(2 * inner // rows, programs)](
+        grid = _grid(2 * inner // rows, tiles.expert.numel(), most)
+        gate_up_joined_kernel[grid](
             split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
-            BM=rows // 2, PACKED=packed, TURNS=turns, **constants,
+            BM=rows // 2, PACKED=packed, TURNS=len(grid) == 1, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
+        most = programs if _in_turn(shapes[width], width, mean) else None
         rows, constants = block_of(shapes[width], width, latent, inner)
-        programs, turns = _programs(tiles.expert.numel(), at_once)
-        down_joined_kernel[(latent // rows, programs)](
+        grid = _grid(latent // rows, tiles.expert.numel(), most)
+        down_joined_kernel[grid](
             hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
-            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, TURNS=turns, **constants,
+            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, TURNS=len(grid) == 1, **constants,
         )  # fmt: skip
     return outputs
 
 
-def _programs(tiles: int, at_once: int | None) -> tuple[int, bool]:
-    """How many programs a list of tiles gets, and whether they take turns."""
-    if at_once is None or tiles <= at_once:
-        return tiles, False
-    return at_once, True
+def _in_turn(shape: Joined, width: int, mean: float) -> bool:
+    """Whether programs may take blocks in turn, for which they need more registers.
+
+    Where a multiprocessor holds one program at a time anyway, or hardly any tile is so wide.
+    """
+    return shape.warps > 4 or not width / 3 < mean < 1.5 * width
+
+
+def _grid(blocks: int, tiles: int, most: int | None) -> tuple[int, ...]:
+    """One program for each block of each tile, or ``most`` in a row if those are fewer."""
+    if most is None or blocks * tiles <= most:
+        return blocks, tiles
+    return (most,)
 
 
 def _words(scale: torch.Tensor) -> torch.Tensor:
@@ -141,6 +149,7 @@ def block_of(shape: Joined, width: int, features: int, columns: int) -> tuple[in
     Smaller where a block would not divide the matrix or its steps would not fit in shared memory.
     """
     rows, warps, parts, stages = shape.rows, shape.warps, shape.parts, shape.stages
+    wide = 1 << width.bit_length() - 1
     while features % rows:
         rows, warps = rows // 2, max(4, warps // 2)
     while columns % (parts * _STEP_COLUMNS):
@@ -151,8 +160,8 @@ def block_of(shape: Joined, width: int, features: int, columns: int) -> tuple[in
         else:
             stages -= 1
     return rows, {
-        "BN": min(width, FULL),
-        "TAIL": max(0, width - FULL),
+        "BN": wide,
+        "TAIL": width - wide,
         "PARTS": parts,
         "COPIES": _copies(rows, warps, parts),
         "num_warps": warps,

@@ -108,26 +108,27 @@ def gate_up_joined_kernel(
     """``out[pair] = glu(W1 x, W3 x)`` for BM features and one tile of BN + TAIL pairs.
 
     x [N, WIDTH / 128, 8, 16]; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
-    words of four bytes; out [N k, INNER / 128, 8, 16] in sorted order. TURNS: there are fewer
-    programs than tiles, and each takes the next as well.
+    words of four bytes; out [N k, INNER / 128, 8, 16] in sorted order. TURNS: programs are in a row
+    and each takes every so many-th block, all blocks of a tile before those of the next.
     """
     count = tl.load(tile_count)
     if TURNS:
-        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
+        BLOCKS: tl.constexpr = INNER // BM
+        for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _gate_up_tile(
-                tile, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
+                item // BLOCKS, item % BLOCKS, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
                 beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _gate_up_tile(
-            tl.program_id(1), x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
+            tl.program_id(1), tl.program_id(0), x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
             beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    tile, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k, beta, linear_beta,
+    tile, block, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k, beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr,
@@ -141,7 +142,7 @@ def _gate_up_tile(
     there = o_p < end
     token = tl.load(order + o_p, there, 0) // top_k
     o_m = tl.arange(0, 2 * BM)
-    feature = tl.program_id(0) * BM + o_m // 16 * 8 + o_m % 8
+    feature = block * BM + o_m // 16 * 8 + o_m % 8
     rows = expert.to(tl.int64) * (2 * INNER) + feature + o_m // 8 % 2 * INNER
     o_c = tl.arange(0, PARTS * 128)
     x_at = token[None, :] * WIDTH + o_c[:, None]
@@ -160,14 +161,14 @@ def _gate_up_tile(
             tail = tl.dot(v, tokens, tail, input_precision="ieee")
         tokens = tl.load(x + (x_at + k * 8), there[None, :], 0)
         acc = tl.dot(v, tokens, acc, input_precision="ieee")
-    _store_glu(acc, out, o_p, there, beta, linear_beta, INNER, SITU, BM, BN)
+    _store_glu(acc, block, out, o_p, there, beta, linear_beta, INNER, SITU, BM, BN)
     if TAIL:
-        _store_glu(tail, out, o_t, more, beta, linear_beta, INNER, SITU, BM, TAIL)
+        _store_glu(tail, block, out, o_t, more, beta, linear_beta, INNER, SITU, BM, TAIL)
 
 
 @triton.jit
 def _store_glu(
-    acc, out, o_p, there, beta, linear_beta,
+    acc, block, out, o_p, there, beta, linear_beta,
     INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Activate [2 BM, BN] and write [BM, BN] to where the second product looks for it."""
@@ -176,7 +177,7 @@ def _store_glu(
     y = activated(gate, up, beta, linear_beta, SITU)
     y = y.reshape(BM, BN).to(out.dtype.element_ty)
     # Stored feature f is column 8 j + n of the next product, f = n (INNER / 8) + j.
-    o_f = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_f = block * BM + tl.arange(0, BM)
     n, j = o_f // (INNER // 8), o_f % (INNER // 8)
     place = j // 16 * 128 + n * 16 + j % 16
     tl.store(out + o_p[None, :].to(tl.int64) * INNER + place[:, None], y, there[None, :])
@@ -196,21 +197,22 @@ def down_joined_kernel(
     """
     count = tl.load(tile_count)
     if TURNS:
-        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
+        BLOCKS: tl.constexpr = WIDTH // BM
+        for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _down_tile(
-                tile, h, w, scale, order, tile_expert, tile_first, tile_end, out,
+                item // BLOCKS, item % BLOCKS, h, w, scale, order, tile_expert, tile_first, tile_end, out,
                 INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _down_tile(
-            tl.program_id(1), h, w, scale, order, tile_expert, tile_first, tile_end, out,
+            tl.program_id(1), tl.program_id(0), h, w, scale, order, tile_expert, tile_first, tile_end, out,
             INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    tile, h, w, scale, order, tile_expert, tile_first, tile_end, out,
+    tile, block, h, w, scale, order, tile_expert, tile_first, tile_end, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr,
@@ -222,7 +224,7 @@ def _down_tile(
     end = tl.load(tile_end + tile)
     o_p = first + tl.arange(0, BN)
     there = o_p < end
-    o_f = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_f = block * BM + tl.arange(0, BM)
     rows = expert.to(tl.int64) * WIDTH + o_f
     o_c = tl.arange(0, PARTS * 128)
     h_at = o_p[None, :] * INNER + o_c[:, None]

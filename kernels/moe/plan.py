@@ -3,7 +3,7 @@
 (token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of
 128 pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full
 tile joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
-Which rests join, and how finely their tiles are cut, can be asked for otherwise.
+Other widths can be asked for.
 Nothing here waits for the device: lists have the length of the worst case, and a count says how
 much of them is valid.
 """
@@ -11,6 +11,7 @@ much of them is valid.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -21,9 +22,8 @@ WIDTHS = (16, 32, 64, FULL, FULL + JOINED)
 Where the first of them is EIGHT in place of 16, 9 to 16 pairs are two tiles.
 """
 
-TAILS = (JOINED,)
-FINE_TAILS = (16, 32, 64)
-"""Powers of two up to 64, ascending: a rest behind a full tile joins it in the first that holds it."""
+FINE_WIDTHS = (16, 32, 48, 64, 80, 96, FULL, FULL + 16, FULL + 32, FULL + 64)
+"""The same with less left empty: each is a power of two, or the sum of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,45 +62,37 @@ class ExpertPlan:
 
 
 def most_tiles(
-    tokens: int, top_k: int, experts: int, narrow: int = 16, tails: tuple[int, ...] = TAILS
+    tokens: int, top_k: int, experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
 ) -> dict[int, int]:
     """How many tiles of a width there can be; widths without any are missing.
 
     A token's choices differ, so an expert has no more pairs than there are tokens.
     """
     pairs = tokens * top_k
-    bounds = {
-        narrow: (1, min(experts, pairs) + (min(experts, pairs // 9) if narrow < 16 else 0)),
-        32: (17, min(experts, pairs // 17)),
-        64: (33, min(experts, pairs // 33)),
-        FULL: (65, pairs // FULL + min(experts, pairs // 65)),
-    }
-    for less, tail in zip((0, *tails), tails, strict=False):
-        least = FULL + less + 1
-        bounds[FULL + tail] = (least, min(experts, pairs // least))
+    twice = min(experts, pairs // 9) if narrow < 16 else 0
+    bounds = {narrow: (1, min(experts, pairs) + twice)}
+    for less, width in pairwise(widths):
+        bounds[width] = (less + 1, min(experts, pairs // (less + 1)))
+    bounds[FULL] = (bounds[FULL][0], bounds[FULL][1] + pairs // FULL)
     return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
 def tiles_of(
-    counts: torch.Tensor, narrow: int = 16, tails: tuple[int, ...] = TAILS
+    counts: torch.Tensor, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
 ) -> dict[int, torch.Tensor]:
     """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
     full, rest = counts // FULL, counts % FULL
-    joined = (full > 0) & (rest > 0) & (rest <= tails[-1])
-    alone = ~joined
-    tiles = {
-        narrow: (alone & (rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow),
-        32: (alone & (rest > 16) & (rest <= 32)).to(counts),
-        64: (alone & (rest > 32) & (rest <= 64)).to(counts),
-        FULL: full - joined.to(counts) + (rest > 64).to(counts),
-    }
-    for less, tail in zip((0, *tails), tails, strict=False):
-        tiles[FULL + tail] = (joined & (rest > less) & (rest <= tail)).to(counts)
+    joined = (full > 0) & (rest > 0) & (rest <= widths[-1] - FULL)
+    rest = rest + joined * FULL
+    tiles = {narrow: ((rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow)}
+    for less, width in pairwise(widths):
+        tiles[width] = ((rest > less) & (rest <= width)).to(counts)
+    tiles[FULL] += full - joined.to(counts)
     return tiles
 
 
 def plan_experts(
-    experts: torch.Tensor, num_experts: int, narrow: int = 16, tails: tuple[int, ...] = TAILS
+    experts: torch.Tensor, num_experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
 ) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
@@ -108,7 +100,7 @@ def plan_experts(
         experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
         narrow: width of the first kind of tiles, 16 or EIGHT.
-        tails: what a full tile may be widened by; see TAILS.
+        widths: ascending from 16, FULL among them; what is above it is a full tile and a rest.
 
     Returns:
         The plan, on the device of ``experts``; nothing waits for the device.
@@ -119,9 +111,9 @@ def plan_experts(
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
     tokens, top_k = experts.shape
-    bounds = most_tiles(tokens, top_k, num_experts, narrow, tails)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths)
     tiles = {}
-    for width, needed in tiles_of(counts, narrow, tails).items():
+    for width, needed in tiles_of(counts, narrow, widths).items():
         if width not in bounds:
             continue
         ends = needed.cumsum(0)

@@ -28,7 +28,7 @@ from k3vl.kernels.moe.gpu import (
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import EIGHT, FINE_TAILS, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -119,14 +119,14 @@ def check_experts(
     if can_join(packed, chosen.numel()):
         products["joined"] = joined_products
         products["joined, cut otherwise"] = partial(joined_products, shapes=OTHER)
-        products["joined, in turns"] = partial(joined_products, at_once=2)
+        products["joined, in turns"] = partial(joined_products, programs=3)
     pairs = (wide.repeat_interleave(top_k, 0), torch.ones_like(weights), chosen)
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
     if "joined" in products:
-        plan = plan_gpu(chosen, experts, tails=FINE_TAILS)
-        close(f"tails {what}", joined_products(x, plan, packed, activation, top_k), want)
+        plan = plan_gpu(chosen, experts, widths=FINE_WIDTHS)
+        close(f"fine {what}", joined_products(x, plan, packed, activation, top_k), want)
     for name, cut in FEW_SHAPES.items() if hopper_runs(DEVICE) else ():
         if can_take(packed, cut):
             want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
@@ -223,7 +223,7 @@ check_experts(300, (4, 32, 32), 1, False, SITU)
 check_experts(3, (5, 128, 384), 2, False, SITU)
 check_experts(40, (3, 256, 128), 2, True, SiluGLU())
 check_experts(150, (2, 128, 256), 1, True, SITU)
-check_experts(170, (5, 128, 128), 2, True, SITU)  # two full tiles' worth, of which few have programs
+check_experts(230, (7, 128, 128), 3, True, SITU)  # most widths; more blocks than programs
 if ON_GPU:  # few tokens, alone and beside an expert that has wider tiles
     check_experts(3, (5, 256, 512), 2, False, SITU)
     check_experts(40, (20, 512, 256), 2, True, SiluGLU())

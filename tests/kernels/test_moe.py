@@ -13,7 +13,7 @@ from k3vl.errors import ShapeError, WeightError
 from k3vl.kernels.moe import moe_experts
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_experts, unpack_words
-from k3vl.kernels.moe.plan import EIGHT, FINE_TAILS, TAILS, most_tiles, plan_experts, tiles_of
+from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, WIDTHS, most_tiles, plan_experts, tiles_of
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
 from k3vl.kernels.situ import SituGLU
 from tests.process import run_check
@@ -25,17 +25,17 @@ CHECK = Path(__file__).with_name("moe_check.py")
     st.lists(st.integers(0, 400), min_size=1, max_size=9),
     st.integers(0, 2**31),
     st.sampled_from([16, EIGHT]),
-    st.sampled_from([TAILS, FINE_TAILS]),
+    st.sampled_from([WIDTHS, FINE_WIDTHS]),
 )
 def test_tiles_cover_every_pair_once(
-    counts: list[int], seed: int, narrow: int, tails: tuple[int, ...]
+    counts: list[int], seed: int, narrow: int, widths: tuple[int, ...]
 ) -> None:
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)])
     generator = torch.Generator().manual_seed(seed)
     chosen = chosen[torch.randperm(len(chosen), generator=generator)].view(-1, 1)
-    plan = plan_experts(chosen, len(counts), narrow, tails)
+    plan = plan_experts(chosen, len(counts), narrow, widths)
     assert plan.order.sort().values.tolist() == list(range(len(chosen)))
-    bounds = most_tiles(len(chosen), 1, len(counts), narrow, tails)
+    bounds = most_tiles(len(chosen), 1, len(counts), narrow, widths)
     seen = []
     for width, tiles in plan.tiles.items():
         assert int(tiles.count) <= bounds[width] == len(tiles.expert)
@@ -47,10 +47,11 @@ def test_tiles_cover_every_pair_once(
     assert sorted(seen) == list(range(len(chosen)))
 
 
-def test_a_rest_joins_in_the_narrowest_tail_that_holds_it() -> None:
-    counts = torch.tensor([128, 129, 144, 145, 160, 161, 192, 193, 290])
-    want = {144: [1, 2], 160: [3, 4], 192: [5, 6, 8], 128: [0, 7, 7, 8], 64: []}
-    for width, tiles in tiles_of(counts, tails=FINE_TAILS).items():
+def test_pairs_come_into_the_narrowest_tile_that_holds_them() -> None:
+    counts = torch.tensor([128, 129, 144, 145, 160, 161, 192, 193, 290, 33, 48, 80, 81, 97])
+    want = {144: [1, 2], 160: [3, 4], 192: [5, 6, 8], 128: [0, 7, 8, 13], 48: [9, 10], 96: [12]}
+    want[80] = [7, 11]
+    for width, tiles in tiles_of(counts, widths=FINE_WIDTHS).items():
         experts = torch.arange(len(counts)).repeat_interleave(tiles).tolist()
         assert experts == want.get(width, []), width
 
