@@ -18,8 +18,10 @@ from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.few import Few, FewShapes
 from k3vl.kernels.moe.gpu import JOINED_PAIRS, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.joined import SHAPES, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+from k3vl.kernels.moe.plan import FINE_WIDTHS
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
@@ -56,7 +58,7 @@ def moe_cases() -> Iterator[Case]:
     stored = _random_experts()
     norm = normal(_L).abs() + 0.5
     marlin = sglang_moe.repacked_once(stored)
-    for tokens in (1, 8, 32, 128, 256, 384, 512, 2048, 8192, 16384):
+    for tokens in (1, 8, 32, 128, 256, 384, 512, 2048, 4096, 8192, 16384):
         x = normal(tokens, _L)
         weights, chosen = route(
             normal(tokens, _E, dtype=torch.float32),
@@ -95,11 +97,30 @@ _MORE = {"in w4 d2 r96, back w2 d2": FewShapes(gate_up=Few(registers=96), down=_
 def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
     """Other shapes of the products for few tokens, and eight products a step in their place."""
     if tokens * _K >= JOINED_PAIRS * _E:
-        return {}
+        return _many_variants(ours)
     shapes = _ONE if tokens == 1 else _MORE
     return {
         "eight products a step": partial(ours, products=separate_products),
         **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
+    }
+
+
+_BY_32 = (16, 32, 64, 96, 128, 160, 192)
+
+
+def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """Programs that take blocks in turn, six for a multiprocessor; finer widths of tiles."""
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    in_turn = partial(joined_products, programs=6 * processors)
+    eight = {width: replace(SHAPES[width], warps=8) for width in (80, 96)}
+    eight_in_turn = partial(in_turn, shapes={**SHAPES, **eight})
+    return {
+        "in turn": partial(ours, products=in_turn),
+        "in turn, fine widths": partial(ours, products=in_turn, widths=FINE_WIDTHS),
+        "in turn, fine widths, 80 and 96 with w8": partial(
+            ours, products=eight_in_turn, widths=FINE_WIDTHS
+        ),
+        "in turn, widths by 32": partial(ours, products=in_turn, widths=_BY_32),
     }
 
 

@@ -10,7 +10,6 @@ import torch
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe.joined_kernel import down_joined_kernel, gate_up_joined_kernel
-from k3vl.kernels.moe.plan import FULL
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ SHAPES = {
 }
 """By tile width, for the way in and the way back."""
 
+
 def can_join(stored: Mxfp4Experts, pairs: int) -> bool:
     """Whether blocks fit into the experts' widths, and offsets into 32 bits."""
     latent, inner = stored.latent, stored.inner
@@ -104,7 +104,7 @@ def joined_products(
     packed = x.dtype == torch.bfloat16 and x.is_cuda
     mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
-        most = programs if _in_turn(shapes[width], width, mean) else None
+        most = programs if _in_turn(width, mean) else None
         rows, constants = block_of(shapes[width], width, 2 * inner, latent)
         grid = _grid(2 * inner // rows, tiles.expert.numel(), most)
         gate_up_joined_kernel[grid](
@@ -113,7 +113,7 @@ def joined_products(
             BM=rows // 2, PACKED=packed, TURNS=len(grid) == 1, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
-        most = programs if _in_turn(shapes[width], width, mean) else None
+        most = programs if _in_turn(width, mean) else None
         rows, constants = block_of(shapes[width], width, latent, inner)
         grid = _grid(latent // rows, tiles.expert.numel(), most)
         down_joined_kernel[grid](
@@ -123,12 +123,13 @@ def joined_products(
     return outputs
 
 
-def _in_turn(shape: Joined, width: int, mean: float) -> bool:
+def _in_turn(width: int, mean: float) -> bool:
     """Whether programs may take blocks in turn, for which they need more registers.
 
-    Where a multiprocessor holds one program at a time anyway, or hardly any tile is so wide.
+    Up to 64 pairs a multiprocessor would hold two in place of three: only where hardly any tile is
+    so wide.
     """
-    return shape.warps > 4 or not width / 3 < mean < 1.5 * width
+    return width > 64 or not width / 3 < mean < 1.5 * width
 
 
 def _grid(blocks: int, tiles: int, most: int | None) -> tuple[int, ...]:

@@ -116,19 +116,20 @@ def gate_up_joined_kernel(
         BLOCKS: tl.constexpr = INNER // BM
         for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _gate_up_tile(
-                item // BLOCKS, item % BLOCKS, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
-                beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+                item // BLOCKS, item % BLOCKS, x, w, scale, order, tile_expert, tile_first,
+                tile_end, out, top_k, beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _gate_up_tile(
-            tl.program_id(1), tl.program_id(0), x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
-            beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            tl.program_id(1), tl.program_id(0), x, w, scale, order, tile_expert, tile_first,
+            tile_end, out, top_k, beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    tile, block, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k, beta, linear_beta,
+    tile, block, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
+    beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr,
@@ -200,13 +201,13 @@ def down_joined_kernel(
         BLOCKS: tl.constexpr = WIDTH // BM
         for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _down_tile(
-                item // BLOCKS, item % BLOCKS, h, w, scale, order, tile_expert, tile_first, tile_end, out,
-                INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
+                item // BLOCKS, item % BLOCKS, h, w, scale, order, tile_expert, tile_first,
+                tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _down_tile(
-            tl.program_id(1), tl.program_id(0), h, w, scale, order, tile_expert, tile_first, tile_end, out,
-            INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            tl.program_id(1), tl.program_id(0), h, w, scale, order, tile_expert, tile_first,
+            tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
