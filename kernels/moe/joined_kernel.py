@@ -117,12 +117,14 @@ def gate_up_joined_kernel(
         for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _gate_up_tile(
                 item // BLOCKS, item % BLOCKS, x, w, scale, order, tile_expert, tile_first,
-                tile_end, out, top_k, beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+                tile_end, out, top_k, beta, linear_beta,
+                WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _gate_up_tile(
             tl.program_id(1), tl.program_id(0), x, w, scale, order, tile_expert, tile_first,
-            tile_end, out, top_k, beta, linear_beta, WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            tile_end, out, top_k, beta, linear_beta,
+            WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
