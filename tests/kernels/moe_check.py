@@ -43,6 +43,10 @@ SITU = SituGLU(beta=4.0, linear_beta=25.0)
 OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
 }
+HALF = {
+    width: replace(shape, parts=1, half=True, registers=128 if width == 160 else None)
+    for width, shape in SHAPES.items()
+}
 FEW_SHAPES = {"taken": FEW, "of one token": ALONE}
 
 
@@ -119,6 +123,7 @@ def check_experts(
     if can_join(packed, chosen.numel()):
         products["joined"] = joined_products
         products["joined, cut otherwise"] = partial(joined_products, shapes=OTHER)
+        products["joined, half steps"] = partial(joined_products, shapes=HALF)
         products["joined, in turns"] = partial(joined_products, programs=3)
     pairs = (wide.repeat_interleave(top_k, 0), torch.ones_like(weights), chosen)
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
@@ -126,7 +131,9 @@ def check_experts(
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
     if "joined" in products:
         plan = plan_gpu(chosen, experts, widths=FINE_WIDTHS)
-        close(f"fine {what}", joined_products(x, plan, packed, activation, top_k), want)
+        for shapes in (SHAPES, {**SHAPES, 144: HALF[144], 160: HALF[160]}):
+            got = joined_products(x, plan, packed, activation, top_k, shapes)
+            close(f"fine {what}", got, want)
     for name, cut in FEW_SHAPES.items() if hopper_runs(DEVICE) else ():
         if can_take(packed, cut):
             want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
