@@ -17,11 +17,17 @@ from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.few import Few, FewShapes
-from k3vl.kernels.moe.gpu import JOINED_PAIRS, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.gpu import (
+    JOINED_PAIRS,
+    moe_experts_mxfp4_gpu,
+    plan_gpu,
+    plan_many_gpu,
+    route_gpu,
+)
 from k3vl.kernels.moe.joined import SHAPES, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-from k3vl.kernels.moe.plan import FINE_WIDTHS
+from k3vl.kernels.moe.plan import FINE_WIDTHS, WIDTHS
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
@@ -106,21 +112,33 @@ def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Calla
 
 
 _BY_32 = (16, 32, 64, 96, 128, 160, 192)
+_EIGHT_WARPS = {**SHAPES, **{width: replace(SHAPES[width], warps=8) for width in (80, 96)}}
+_HALF_STEPS = {
+    **_EIGHT_WARPS,
+    **{
+        width: replace(_EIGHT_WARPS[width], half=True, stages=4, registers=128)
+        for width in (128, 144, 160)
+    },
+}
 
 
 def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """Programs that take blocks in turn, six for a multiprocessor; finer widths of tiles."""
+    """Programs that take blocks in turn, six for a multiprocessor; finer widths; half steps."""
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    in_turn = partial(joined_products, programs=6 * processors)
-    eight = {width: replace(SHAPES[width], warps=8) for width in (80, 96)}
-    eight_in_turn = partial(in_turn, shapes={**SHAPES, **eight})
+    ways = {
+        "in turn": (WIDTHS, SHAPES),
+        "in turn, fine widths": (FINE_WIDTHS, SHAPES),
+        "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, _EIGHT_WARPS),
+        "in turn, fine widths, 80 and 96 w8, 128 to 160 half steps": (FINE_WIDTHS, _HALF_STEPS),
+        "in turn, widths by 32, 96 w8": (_BY_32, _EIGHT_WARPS),
+    }
     return {
-        "in turn": partial(ours, products=in_turn),
-        "in turn, fine widths": partial(ours, products=in_turn, widths=FINE_WIDTHS),
-        "in turn, fine widths, 80 and 96 with w8": partial(
-            ours, products=eight_in_turn, widths=FINE_WIDTHS
-        ),
-        "in turn, widths by 32": partial(ours, products=in_turn, widths=_BY_32),
+        f"{name}, planned at once": partial(
+            ours,
+            plan=partial(plan_many_gpu, widths=widths),
+            products=partial(joined_products, shapes=shapes, programs=6 * processors),
+        )
+        for name, (widths, shapes) in ways.items()
     }
 
 

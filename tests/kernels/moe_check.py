@@ -22,13 +22,14 @@ from k3vl.kernels.moe.gpu import (
     moe_experts_gpu,
     moe_experts_mxfp4_gpu,
     plan_gpu,
+    plan_many_gpu,
     route_gpu,
     router_logits_gpu,
 )
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, WIDTHS, ExpertPlan, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -80,11 +81,14 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
 
 def check_plan(experts: torch.Tensor, count: int) -> None:
     for narrow in (16, EIGHT):
-        check_plan_with(experts, count, narrow)
+        want = plan_experts(experts, count, narrow)
+        check_plan_is(plan_gpu(experts, count, narrow), want)
+        for widths in (WIDTHS, FINE_WIDTHS):
+            want = plan_experts(experts, count, narrow, widths)
+            check_plan_is(plan_many_gpu(experts, count, narrow, widths), want)
 
 
-def check_plan_with(experts: torch.Tensor, count: int, narrow: int) -> None:
-    got, want = plan_gpu(experts, count, narrow), plan_experts(experts, count, narrow)
+def check_plan_is(got: ExpertPlan, want: ExpertPlan) -> None:
     assert torch.equal(got.order, want.order), "plan: order"
     assert set(got.tiles) == set(want.tiles)
     for width, tiles in want.tiles.items():
@@ -130,7 +134,7 @@ def check_experts(
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
     if "joined" in products:
-        plan = plan_gpu(chosen, experts, widths=FINE_WIDTHS)
+        plan = plan_many_gpu(chosen, experts, widths=FINE_WIDTHS)
         for shapes in (SHAPES, {**SHAPES, 144: HALF[144], 160: HALF[160]}):
             got = joined_products(x, plan, packed, activation, top_k, shapes)
             close(f"fine {what}", got, want)
