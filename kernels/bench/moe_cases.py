@@ -112,7 +112,10 @@ def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Calla
 
 
 _BY_32 = (16, 32, 64, 96, 128, 160, 192)
-_EIGHT_WARPS = {**SHAPES, **{width: replace(SHAPES[width], warps=8) for width in (80, 96)}}
+_EIGHT_WARPS = {
+    **SHAPES,
+    **{width: replace(SHAPES[width], warps=8, registers=128) for width in (80, 96)},
+}
 _HALF_STEPS = {
     **_EIGHT_WARPS,
     **{
@@ -129,7 +132,10 @@ def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], 
         "in turn": (WIDTHS, SHAPES),
         "in turn, fine widths": (FINE_WIDTHS, SHAPES),
         "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, _EIGHT_WARPS),
-        "in turn, fine widths, 80 and 96 w8, 128 to 160 half steps": (FINE_WIDTHS, _HALF_STEPS),
+        "in turn, fine widths but 192, 80 and 96 w8, 128 to 160 half steps": (
+            FINE_WIDTHS[:-1],
+            _HALF_STEPS,
+        ),
         "in turn, widths by 32, 96 w8": (_BY_32, _EIGHT_WARPS),
     }
     return {

@@ -83,9 +83,9 @@ def check_plan(experts: torch.Tensor, count: int) -> None:
     for narrow in (16, EIGHT):
         want = plan_experts(experts, count, narrow)
         check_plan_is(plan_gpu(experts, count, narrow), want)
-        for widths in (WIDTHS, FINE_WIDTHS):
-            want = plan_experts(experts, count, narrow, widths)
-            check_plan_is(plan_many_gpu(experts, count, narrow, widths), want)
+        widths = WIDTHS if narrow == EIGHT else FINE_WIDTHS
+        want = plan_experts(experts, count, narrow, widths)
+        check_plan_is(plan_many_gpu(experts, count, narrow, widths), want)
 
 
 def check_plan_is(got: ExpertPlan, want: ExpertPlan) -> None:
@@ -127,17 +127,10 @@ def check_experts(
     if can_join(packed, chosen.numel()):
         products["joined"] = joined_products
         products["joined, cut otherwise"] = partial(joined_products, shapes=OTHER)
-        products["joined, half steps"] = partial(joined_products, shapes=HALF)
-        products["joined, in turns"] = partial(joined_products, programs=3)
     pairs = (wide.repeat_interleave(top_k, 0), torch.ones_like(weights), chosen)
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
-    if "joined" in products:
-        plan = plan_many_gpu(chosen, experts, widths=FINE_WIDTHS)
-        for shapes in (SHAPES, {**SHAPES, 144: HALF[144], 160: HALF[160]}):
-            got = joined_products(x, plan, packed, activation, top_k, shapes)
-            close(f"fine {what}", got, want)
     for name, cut in FEW_SHAPES.items() if hopper_runs(DEVICE) else ():
         if can_take(packed, cut):
             want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
@@ -149,6 +142,24 @@ def check_experts(
     got = moe_experts_gpu(x, weights, chosen, floats, activation, norm, 1e-5)
     want = moe_experts(wide, weights, chosen, floats, activation, norm.double(), 1e-5)
     close(f"dense {what}", got, want)
+
+
+def check_ways(tokens: int, shape: tuple[int, int, int], top_k: int) -> None:
+    """One product a step in finer tiles, in steps of half the columns, by programs in turn."""
+    experts, latent, inner = shape
+    x = (torch.randn(tokens, latent, device=DEVICE) * 0.1).to(DTYPE)
+    _weights, chosen = routing(tokens, experts, top_k, hot=True)
+    packed = stored(experts, latent, inner)
+    rows, one = x.double().repeat_interleave(top_k, 0), torch.ones(chosen.numel(), 1, device=DEVICE)
+    want = moe_experts(rows, one, chosen.view(-1, 1), packed, SITU)
+    for widths, shapes, programs in (
+        (FINE_WIDTHS, SHAPES, 3),
+        (FINE_WIDTHS[:-1], HALF, None),
+        (WIDTHS, {**SHAPES, 160: HALF[160]}, 3),
+    ):
+        plan = plan_many_gpu(chosen, experts, widths=widths)
+        got = joined_products(x, plan, packed, SITU, top_k, shapes, programs)
+        close(f"joined, N {tokens}, E, L, I {shape}, {widths}, {programs}", got, want)
 
 
 def check_glu(activation: GatedActivation) -> None:
@@ -234,7 +245,7 @@ check_experts(300, (4, 32, 32), 1, False, SITU)
 check_experts(3, (5, 128, 384), 2, False, SITU)
 check_experts(40, (3, 256, 128), 2, True, SiluGLU())
 check_experts(150, (2, 128, 256), 1, True, SITU)
-check_experts(230, (7, 128, 128), 3, True, SITU)  # most widths; more blocks than programs
+check_ways(150, (5, 128, 128), 2)
 if ON_GPU:  # few tokens, alone and beside an expert that has wider tiles
     check_experts(3, (5, 256, 512), 2, False, SITU)
     check_experts(40, (20, 512, 256), 2, True, SiluGLU())
@@ -244,3 +255,4 @@ if ON_GPU and "small" not in sys.argv[2:]:
     check_few_recorded()
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)
+    check_ways(3000, (400, 512, 384), 16)  # some 120 pairs an expert
