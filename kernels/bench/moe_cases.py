@@ -27,7 +27,7 @@ from k3vl.kernels.moe.gpu import (
 from k3vl.kernels.moe.joined import SHAPES, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-from k3vl.kernels.moe.plan import FINE_WIDTHS, WIDTHS
+from k3vl.kernels.moe.plan import FINE_WIDTHS, FULL, SMALL_FULL, SMALL_WIDTHS, WIDTHS
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
@@ -129,22 +129,24 @@ def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], 
     """Programs that take blocks in turn, six for a multiprocessor; finer widths; half steps."""
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     ways = {
-        "in turn": (WIDTHS, SHAPES),
-        "in turn, fine widths": (FINE_WIDTHS, SHAPES),
-        "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, _EIGHT_WARPS),
-        "in turn, fine widths but 192, 80 and 96 w8, 128 to 160 half steps": (
+        "in turn": (WIDTHS, FULL, SHAPES),
+        "in turn, fine widths": (FINE_WIDTHS, FULL, SHAPES),
+        "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, FULL, _EIGHT_WARPS),
+        "in turn, up to 96, 80 and 96 w8": (SMALL_WIDTHS, SMALL_FULL, _EIGHT_WARPS),
+        "in turn, up to 160, 80 and 96 w8, 128 on half steps": (
             FINE_WIDTHS[:-1],
+            FULL,
             _HALF_STEPS,
         ),
-        "in turn, widths by 32, 96 w8": (_BY_32, _EIGHT_WARPS),
+        "in turn, by 32, 96 w8": (_BY_32, FULL, _EIGHT_WARPS),
     }
     return {
         f"{name}, planned at once": partial(
             ours,
-            plan=partial(plan_many_gpu, widths=widths),
+            plan=partial(plan_many_gpu, widths=widths, full=full),
             products=partial(joined_products, shapes=shapes, programs=6 * processors),
         )
-        for name, (widths, shapes) in ways.items()
+        for name, (widths, full, shapes) in ways.items()
     }
 
 

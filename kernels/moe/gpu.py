@@ -146,11 +146,15 @@ def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> Exper
 
 
 def plan_many_gpu(
-    experts: torch.Tensor, num_experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
+    experts: torch.Tensor,
+    num_experts: int,
+    narrow: int = 16,
+    widths: tuple[int, ...] = WIDTHS,
+    full: int = FULL,
 ) -> ExpertPlan:
     """:func:`plan_experts`, of any number of pairs: sorted by torch, the rest in one launch."""
     (tokens, top_k), pairs = experts.shape, experts.numel()
-    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths, full)
     longest = max(bounds.values(), default=0)
     # A sort goes over its keys' bits: half of them, half of the time.
     keys = experts.flatten().to(torch.int16 if num_experts < 1 << 15 else torch.int32)
@@ -167,7 +171,7 @@ def plan_many_gpu(
             ascending, expert, first, end, counts, longest, pairs, pairs.bit_length(),
             E=num_experts, NARROW=narrow, NUM=1 + max(names.index(width) for width in bounds),
             SIXTEENTHS=sum(width // 16 << 4 * n for n, width in enumerate(widths)),
-            JOINED=widths[-1] - FULL, FULL=FULL,
+            JOINED=widths[-1] - full, FULL=full,
             BLOCK=triton.next_power_of_2(num_experts), num_warps=8,
         )  # fmt: skip
     tiles = {

@@ -25,6 +25,9 @@ Where the first of them is EIGHT in place of 16, 9 to 16 pairs are two tiles.
 FINE_WIDTHS = (16, 32, 48, 64, 80, 96, FULL, FULL + 16, FULL + 32, FULL + 64)
 """The same with less left empty: each is a power of two, or the sum of two."""
 
+SMALL_WIDTHS, SMALL_FULL = (16, 32, 48, 64, 80, 96), 80
+"""With these, tiles of 80 are repeated, and 96 has a rest of up to 16."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tiles:
@@ -62,7 +65,12 @@ class ExpertPlan:
 
 
 def most_tiles(
-    tokens: int, top_k: int, experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
+    tokens: int,
+    top_k: int,
+    experts: int,
+    narrow: int = 16,
+    widths: tuple[int, ...] = WIDTHS,
+    full: int = FULL,
 ) -> dict[int, int]:
     """How many tiles of a width there can be; widths without any are missing.
 
@@ -73,26 +81,30 @@ def most_tiles(
     bounds = {narrow: (1, min(experts, pairs) + twice)}
     for less, width in pairwise(widths):
         bounds[width] = (less + 1, min(experts, pairs // (less + 1)))
-    bounds[FULL] = (bounds[FULL][0], bounds[FULL][1] + pairs // FULL)
+    bounds[full] = (bounds[full][0], bounds[full][1] + pairs // full)
     return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
 def tiles_of(
-    counts: torch.Tensor, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
+    counts: torch.Tensor, narrow: int = 16, widths: tuple[int, ...] = WIDTHS, full: int = FULL
 ) -> dict[int, torch.Tensor]:
     """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
-    full, rest = counts // FULL, counts % FULL
-    joined = (full > 0) & (rest > 0) & (rest <= widths[-1] - FULL)
-    rest = rest + joined * FULL
+    whole, rest = counts // full, counts % full
+    joined = (whole > 0) & (rest > 0) & (rest <= widths[-1] - full)
+    rest = rest + joined * full
     tiles = {narrow: ((rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow)}
     for less, width in pairwise(widths):
         tiles[width] = ((rest > less) & (rest <= width)).to(counts)
-    tiles[FULL] += full - joined.to(counts)
+    tiles[full] += whole - joined.to(counts)
     return tiles
 
 
 def plan_experts(
-    experts: torch.Tensor, num_experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
+    experts: torch.Tensor,
+    num_experts: int,
+    narrow: int = 16,
+    widths: tuple[int, ...] = WIDTHS,
+    full: int = FULL,
 ) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
@@ -100,7 +112,8 @@ def plan_experts(
         experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
         narrow: width of the first kind of tiles, 16 or EIGHT.
-        widths: ascending from 16, FULL among them; what is above it is a full tile and a rest.
+        widths: ascending from 16, ``full`` among them; above it are a full tile and a rest.
+        full: width of the tiles that an expert may have several of.
 
     Returns:
         The plan, on the device of ``experts``; nothing waits for the device.
@@ -111,20 +124,20 @@ def plan_experts(
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
     tokens, top_k = experts.shape
-    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths, full)
     tiles = {}
-    for width, needed in tiles_of(counts, narrow, widths).items():
+    for width, needed in tiles_of(counts, narrow, widths, full).items():
         if width not in bounds:
             continue
         ends = needed.cumsum(0)
         at = torch.arange(bounds[width], device=flat.device)
         expert = torch.searchsorted(ends, at, right=True).clamp_(max=num_experts - 1)
         nth = at - (ends - needed)[expert]
-        full = counts[expert] // FULL
-        if width > FULL:
-            behind = (full - 1) * FULL
+        whole = counts[expert] // full
+        if width > full:
+            behind = (whole - 1) * full
         else:
-            behind = nth * width if width in (EIGHT, FULL) else full * FULL
+            behind = nth * width if width in (EIGHT, full) else whole * full
         first = offsets[expert] + behind
         tiles[width] = Tiles(
             expert=expert.int(),

@@ -29,7 +29,15 @@ from k3vl.kernels.moe.gpu import (
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, WIDTHS, ExpertPlan, plan_experts
+from k3vl.kernels.moe.plan import (
+    EIGHT,
+    FINE_WIDTHS,
+    FULL,
+    SMALL_FULL,
+    SMALL_WIDTHS,
+    ExpertPlan,
+    plan_experts,
+)
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -83,9 +91,9 @@ def check_plan(experts: torch.Tensor, count: int) -> None:
     for narrow in (16, EIGHT):
         want = plan_experts(experts, count, narrow)
         check_plan_is(plan_gpu(experts, count, narrow), want)
-        widths = WIDTHS if narrow == EIGHT else FINE_WIDTHS
-        want = plan_experts(experts, count, narrow, widths)
-        check_plan_is(plan_many_gpu(experts, count, narrow, widths), want)
+        ways = (SMALL_WIDTHS, SMALL_FULL) if narrow == EIGHT else (FINE_WIDTHS, FULL)
+        want = plan_experts(experts, count, narrow, *ways)
+        check_plan_is(plan_many_gpu(experts, count, narrow, *ways), want)
 
 
 def check_plan_is(got: ExpertPlan, want: ExpertPlan) -> None:
@@ -152,12 +160,12 @@ def check_ways(tokens: int, shape: tuple[int, int, int], top_k: int) -> None:
     packed = stored(experts, latent, inner)
     rows, one = x.double().repeat_interleave(top_k, 0), torch.ones(chosen.numel(), 1, device=DEVICE)
     want = moe_experts(rows, one, chosen.view(-1, 1), packed, SITU)
-    for widths, shapes, programs in (
-        (FINE_WIDTHS, SHAPES, 3),
-        (FINE_WIDTHS[:-1], HALF, None),
-        (WIDTHS, {**SHAPES, 160: HALF[160]}, 3),
+    for widths, full, shapes, programs in (
+        (FINE_WIDTHS, FULL, SHAPES, 3),
+        (FINE_WIDTHS[:-1], FULL, HALF, None),
+        (SMALL_WIDTHS, SMALL_FULL, {**SHAPES, 80: HALF[80]}, 3),
     ):
-        plan = plan_many_gpu(chosen, experts, widths=widths)
+        plan = plan_many_gpu(chosen, experts, 16, widths, full)
         got = joined_products(x, plan, packed, SITU, top_k, shapes, programs)
         close(f"joined, N {tokens}, E, L, I {shape}, {widths}, {programs}", got, want)
 
