@@ -118,11 +118,13 @@ _EIGHT_WARPS = {
 }
 _HALF_STEPS = {
     **_EIGHT_WARPS,
+    80: replace(SHAPES[80], half=True, stages=4, registers=168),
     **{
-        width: replace(_EIGHT_WARPS[width], half=True, stages=4, registers=128)
+        width: replace(SHAPES[width], half=True, stages=4, registers=128)
         for width in (128, 144, 160)
     },
 }
+"""Three programs of four warps share a multiprocessor, or two of eight."""
 
 
 def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
@@ -133,7 +135,7 @@ def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], 
         "in turn, fine widths": (FINE_WIDTHS, FULL, SHAPES),
         "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, FULL, _EIGHT_WARPS),
         "in turn, up to 96, 80 and 96 w8": (SMALL_WIDTHS, SMALL_FULL, _EIGHT_WARPS),
-        "in turn, up to 160, 80 and 96 w8, 128 on half steps": (
+        "in turn, up to 160, 96 w8, 80 and 128 on half steps": (
             FINE_WIDTHS[:-1],
             FULL,
             _HALF_STEPS,

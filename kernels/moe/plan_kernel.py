@@ -22,8 +22,11 @@ def tiles_kernel(
     join a full tile.
     """
     o_e = tl.arange(0, BLOCK)
-    start = _places_of(experts, o_e, pairs, halvings)
-    stop = _places_of(experts, o_e + 1, pairs, halvings)
+    start, stop = o_e * 0, o_e * 0
+    start_most, stop_most = start + pairs, stop + pairs
+    for _ in range(halvings):  # both at once: each waits for its own last load
+        start, start_most = _halved(experts, o_e, start, start_most)
+        stop, stop_most = _halved(experts, o_e + 1, stop, stop_most)
     count = tl.where(o_e < E, stop - start, 0)
     full, rest = count // FULL, count % FULL
     joined = ((full > 0) & (rest > 0) & (rest <= JOINED)).to(tl.int32)
@@ -50,14 +53,9 @@ def tiles_kernel(
 
 
 @triton.jit
-def _places_of(experts, wanted, pairs, halvings):
-    """How many of the ascending ``experts`` are below each of ``wanted``."""
-    low = wanted * 0
-    high = low + pairs
-    for _ in range(halvings):
-        middle = (low + high) // 2
-        below = tl.load(experts + middle, middle < high, 0).to(tl.int32) < wanted
-        go_on = low < high
-        low = tl.where(go_on & below, middle + 1, low)
-        high = tl.where(go_on & (below == 0), middle, high)
-    return low
+def _halved(experts, wanted, low, high):
+    """Half of low..high, in which the first of the ascending ``experts`` is that is not below."""
+    middle = (low + high) // 2
+    go_on = low < high
+    below = tl.load(experts + middle, go_on, 0).to(tl.int32) < wanted
+    return tl.where(go_on & below, middle + 1, low), tl.where(go_on & (below == 0), middle, high)
