@@ -17,9 +17,17 @@ from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside
 from k3vl.kernels.moe.few import Few, FewShapes
-from k3vl.kernels.moe.gpu import JOINED_PAIRS, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.gpu import (
+    JOINED_PAIRS,
+    moe_experts_mxfp4_gpu,
+    plan_gpu,
+    plan_many_gpu,
+    route_gpu,
+)
+from k3vl.kernels.moe.joined import SHAPES, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
+from k3vl.kernels.moe.plan import FINE_WIDTHS, FULL, SMALL_FULL, SMALL_WIDTHS, WIDTHS
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
@@ -56,7 +64,7 @@ def moe_cases() -> Iterator[Case]:
     stored = _random_experts()
     norm = normal(_L).abs() + 0.5
     marlin = sglang_moe.repacked_once(stored)
-    for tokens in (1, 8, 32, 128, 256, 384, 512, 2048, 8192, 16384):
+    for tokens in (1, 8, 32, 128, 256, 384, 512, 2048, 4096, 8192, 16384):
         x = normal(tokens, _L)
         weights, chosen = route(
             normal(tokens, _E, dtype=torch.float32),
@@ -95,11 +103,52 @@ _MORE = {"in w4 d2 r96, back w2 d2": FewShapes(gate_up=Few(registers=96), down=_
 def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
     """Other shapes of the products for few tokens, and eight products a step in their place."""
     if tokens * _K >= JOINED_PAIRS * _E:
-        return {}
+        return _many_variants(ours)
     shapes = _ONE if tokens == 1 else _MORE
     return {
         "eight products a step": partial(ours, products=separate_products),
         **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
+    }
+
+
+_BY_32 = (16, 32, 64, 96, 128, 160, 192)
+_EIGHT_WARPS = {
+    **SHAPES,
+    **{width: replace(SHAPES[width], warps=8, registers=128) for width in (80, 96)},
+}
+_HALF_STEPS = {
+    **_EIGHT_WARPS,
+    80: replace(SHAPES[80], half=True, stages=4, registers=168),
+    **{
+        width: replace(SHAPES[width], half=True, stages=4, registers=128)
+        for width in (128, 144, 160)
+    },
+}
+"""Three programs of four warps share a multiprocessor, or two of eight."""
+
+
+def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """Programs that take blocks in turn, six for a multiprocessor; finer widths; half steps."""
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    ways = {
+        "in turn": (WIDTHS, FULL, SHAPES),
+        "in turn, fine widths": (FINE_WIDTHS, FULL, SHAPES),
+        "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, FULL, _EIGHT_WARPS),
+        "in turn, up to 96, 80 and 96 w8": (SMALL_WIDTHS, SMALL_FULL, _EIGHT_WARPS),
+        "in turn, up to 160, 96 w8, 80 and 128 on half steps": (
+            FINE_WIDTHS[:-1],
+            FULL,
+            _HALF_STEPS,
+        ),
+        "in turn, by 32, 96 w8": (_BY_32, FULL, _EIGHT_WARPS),
+    }
+    return {
+        f"{name}, planned at once": partial(
+            ours,
+            plan=partial(plan_many_gpu, widths=widths, full=full),
+            products=partial(joined_products, shapes=shapes, programs=6 * processors),
+        )
+        for name, (widths, full, shapes) in ways.items()
     }
 
 

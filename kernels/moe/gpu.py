@@ -26,7 +26,16 @@ from k3vl.kernels.moe.experts_kernel import (
 )
 from k3vl.kernels.moe.few import FewShapes, few_products, few_shapes
 from k3vl.kernels.moe.joined import can_join, joined_products
-from k3vl.kernels.moe.plan import EIGHT, FULL, WIDTHS, ExpertPlan, Tiles, most_tiles, plan_experts
+from k3vl.kernels.moe.plan import (
+    EIGHT,
+    FULL,
+    WIDTHS,
+    ExpertPlan,
+    Tiles,
+    most_tiles,
+    plan_experts,
+)
+from k3vl.kernels.moe.plan_kernel import tiles_kernel
 from k3vl.kernels.moe.separate import Block, separate_products
 from k3vl.kernels.situ import SituGLU, caps
 from k3vl.kernels.weight import plain
@@ -136,6 +145,43 @@ def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> Exper
     return ExpertPlan(order=order, tiles=tiles)
 
 
+def plan_many_gpu(
+    experts: torch.Tensor,
+    num_experts: int,
+    narrow: int = 16,
+    widths: tuple[int, ...] = WIDTHS,
+    full: int = FULL,
+) -> ExpertPlan:
+    """:func:`plan_experts`, of any number of pairs: sorted by torch, the rest in one launch."""
+    (tokens, top_k), pairs = experts.shape, experts.numel()
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths, full)
+    longest = max(bounds.values(), default=0)
+    # A sort goes over its keys' bits: half of them, half of the time.
+    keys = experts.flatten().to(torch.int16 if num_experts < 1 << 15 else torch.int32)
+    ascending, order = keys.sort(stable=True)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=experts.device)
+
+    expert, first, end = (ints(len(bounds), longest) for _ in range(3))
+    counts = ints(len(bounds))
+    names = (narrow, *widths[1:])
+    if bounds:
+        tiles_kernel[(1,)](
+            ascending, expert, first, end, counts, longest, pairs, pairs.bit_length(),
+            E=num_experts, NARROW=narrow, NUM=1 + max(names.index(width) for width in bounds),
+            SIXTEENTHS=sum(width // 16 << 4 * n for n, width in enumerate(widths)),
+            JOINED=widths[-1] - full, FULL=full,
+            BLOCK=triton.next_power_of_2(num_experts), num_warps=8,
+        )  # fmt: skip
+    tiles = {
+        width: Tiles(expert=expert[i, : bounds[width]], first=first[i], end=end[i], count=counts[i])
+        for i, width in enumerate(names)
+        if width in bounds
+    }
+    return ExpertPlan(order=order.int(), tiles=tiles)
+
+
 def moe_experts_mxfp4_gpu(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -146,6 +192,7 @@ def moe_experts_mxfp4_gpu(
     eps: float = 0.0,
     products: Products | None = None,
     few: FewShapes | None = None,
+    plan: Callable[[torch.Tensor, int], ExpertPlan] = plan_gpu,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
@@ -153,6 +200,7 @@ def moe_experts_mxfp4_gpu(
     what the others are, only on how many there are and share its experts: that decides about widths
     of tiles and order of sums (float32). ``few`` and ``products`` None: by the device, the experts'
     widths and the number of pairs an expert; else the products for few tokens, cut so, or these.
+    ``plan``: makes the tiles that ``products`` are given.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
@@ -164,14 +212,14 @@ def moe_experts_mxfp4_gpu(
     if few is None and products is None and not many and _takes_few(x):
         few = few_shapes(tokens, stored)
     if few is not None:
-        plan = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
-        outputs = few_products(x, plan, stored, activation, top_k, few)
+        tiles = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
+        outputs = few_products(x, tiles, stored, activation, top_k, few)
         _combine(outputs, weights, norm, eps, out, overlap=True)
         return out
-    plan = plan_gpu(experts, stored.count)
     if products is None:
         products = joined_products if many and can_join(stored, pairs) else separate_products
-    _combine(products(x, plan, stored, activation, top_k), weights, norm, eps, out)
+    tiles = plan(experts, stored.count)
+    _combine(products(x, tiles, stored, activation, top_k), weights, norm, eps, out)
     return out
 
 

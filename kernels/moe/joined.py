@@ -10,7 +10,6 @@ import torch
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe.joined_kernel import down_joined_kernel, gate_up_joined_kernel
-from k3vl.kernels.moe.plan import FULL
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ class Joined:
         rows: of weights in a block, 64 for four warps at least; half of them gates, half ups.
         warps: of a block.
         parts: of 128 columns in a step.
+        half: whether a step has 64 columns, which needs fewer registers; of one part, then.
+        registers: of a thread at most; None: as many as it takes.
         stages: steps whose loads are under way or done.
     """
 
@@ -41,15 +42,28 @@ class Joined:
     warps: int
     stages: int
     parts: int = 1
+    half: bool = False
+    registers: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a part."""
+        return _STEP_COLUMNS // 2 if self.half else _STEP_COLUMNS
 
 
 _WIDE = Joined(rows=128, warps=8, stages=3)
+_MIDDLE = Joined(rows=128, warps=4, stages=3)
 SHAPES = {
     16: Joined(rows=128, warps=4, stages=3, parts=2),
     32: Joined(rows=128, warps=4, stages=3, parts=2),
-    64: Joined(rows=128, warps=4, stages=3),
+    48: _MIDDLE,
+    64: _MIDDLE,
+    80: _MIDDLE,
+    96: _MIDDLE,
     128: _WIDE,
+    144: _WIDE,
     160: _WIDE,
+    192: _WIDE,
 }
 """By tile width, for the way in and the way back."""
 
@@ -68,6 +82,7 @@ def joined_products(
     activation: GatedActivation,
     top_k: int,
     shapes: Mapping[int, Joined] = SHAPES,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """Every pair's output by itself.
 
@@ -78,6 +93,9 @@ def joined_products(
         activation: theirs.
         top_k: experts a token.
         shapes: how the products are cut, by tile width.
+        programs: of a launch at most, where they take blocks in turn; None: never in turn. A list
+            of tiles is as long as the worst case, and a program for each of its places begins,
+            reads the count and ends.
 
     Returns:
         [N k, L] by pair, in the dtype of ``x``.
@@ -89,24 +107,49 @@ def joined_products(
     pairs = x.shape[0] * top_k
     if not can_join(stored, pairs):
         raise ShapeError(f"joined products: L {latent}, I {inner}, {pairs} pairs")
-    split = x.view(-1, latent // _STEP_COLUMNS, 16, 8).transpose(2, 3).contiguous()
+    split = {
+        n: x.view(-1, latent // n, n // 8, 8).transpose(2, 3).contiguous()
+        for n in {shapes[width].columns for width in plan.tiles}
+    }
     hidden = x.new_empty(pairs, inner)
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
+    mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
+        most = programs if _in_turn(width, mean) else None
         rows, constants = block_of(shapes[width], width, 2 * inner, latent)
-        gate_up_joined_kernel[(2 * inner // rows, tiles.expert.numel())](
-            split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
+        grid = _grid(2 * inner // rows, tiles.expert.numel(), most)
+        gate_up_joined_kernel[grid](
+            split[shapes[width].columns], stored.w13, _words(stored.w13_scale),
+            *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
-            BM=rows // 2, PACKED=packed, **constants,
+            BM=rows // 2, PACKED=packed, TURNS=len(grid) == 1, **constants,
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
+        most = programs if _in_turn(width, mean) else None
         rows, constants = block_of(shapes[width], width, latent, inner)
-        down_joined_kernel[(latent // rows, tiles.expert.numel())](
+        grid = _grid(latent // rows, tiles.expert.numel(), most)
+        down_joined_kernel[grid](
             hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
-            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, **constants,
+            INNER=inner, WIDTH=latent, BM=rows, PACKED=packed, TURNS=len(grid) == 1, **constants,
         )  # fmt: skip
     return outputs
+
+
+def _in_turn(width: int, mean: float) -> bool:
+    """Whether programs may take blocks in turn, for which they need more registers.
+
+    Up to 64 pairs a multiprocessor would hold two in place of three: only where hardly any tile is
+    so wide.
+    """
+    return width > 64 or not width / 3 < mean < 1.5 * width
+
+
+def _grid(blocks: int, tiles: int, most: int | None) -> tuple[int, ...]:
+    """One program for each block of each tile, or ``most`` in a row if those are fewer."""
+    if most is None or blocks * tiles <= most:
+        return blocks, tiles
+    return (most,)
 
 
 def _words(scale: torch.Tensor) -> torch.Tensor:
@@ -114,28 +157,34 @@ def _words(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int32)
 
 
-def block_of(shape: Joined, width: int, features: int, columns: int) -> tuple[int, dict[str, int]]:
+def block_of(
+    shape: Joined, width: int, features: int, columns: int
+) -> tuple[int, dict[str, int | None]]:
     """Rows of a block and launch constants.
 
     Smaller where a block would not divide the matrix or its steps would not fit in shared memory.
     """
     rows, warps, parts, stages = shape.rows, shape.warps, shape.parts, shape.stages
+    part = shape.columns
+    wide = 1 << width.bit_length() - 1
     while features % rows:
         rows, warps = rows // 2, max(4, warps // 2)
-    while columns % (parts * _STEP_COLUMNS):
+    while columns % (parts * part):
         parts //= 2
-    while shared_bytes(rows, warps, parts, stages, width) > SHARED:
+    while shared_bytes(rows, warps, parts, stages, width, part) > SHARED:
         if parts > 1:
             parts //= 2
         else:
             stages -= 1
     return rows, {
-        "BN": min(width, FULL),
-        "TAIL": max(0, width - FULL),
+        "BN": wide,
+        "TAIL": width - wide,
         "PARTS": parts,
         "COPIES": _copies(rows, warps, parts),
+        "J": part // 8,
         "num_warps": warps,
         "num_stages": stages,
+        "maxnreg": shape.registers,
     }
 
 
@@ -144,12 +193,14 @@ def _copies(rows: int, warps: int, parts: int) -> int:
     return max(1, 32 * warps // (rows * parts))
 
 
-def shared_bytes(rows: int, warps: int, parts: int, stages: int, width: int) -> int:
+def shared_bytes(
+    rows: int, warps: int, parts: int, stages: int, width: int, part: int = _STEP_COLUMNS
+) -> int:
     """What a block takes, as Triton 3.6 compiles it.
 
     Tokens of ``stages`` steps, which the tensor cores read there, and one step less of weights and
     scales, which are read into registers first.
     """
-    tokens = 2 * _STEP_COLUMNS * parts * width
-    weights = rows * parts * (_STEP_COLUMNS // 2 + 4 * _copies(rows, warps, parts))
+    tokens = 2 * part * parts * width
+    weights = rows * parts * (part // 2 + 4 * _copies(rows, warps, parts))
     return stages * tokens + (stages - 1) * weights

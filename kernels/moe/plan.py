@@ -3,6 +3,7 @@
 (token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of
 128 pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full
 tile joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
+Other widths can be asked for.
 Nothing here waits for the device: lists have the length of the worst case, and a count says how
 much of them is valid.
 """
@@ -10,6 +11,7 @@ much of them is valid.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -19,6 +21,12 @@ WIDTHS = (16, 32, 64, FULL, FULL + JOINED)
 
 Where the first of them is EIGHT in place of 16, 9 to 16 pairs are two tiles.
 """
+
+FINE_WIDTHS = (16, 32, 48, 64, 80, 96, FULL, FULL + 16, FULL + 32, FULL + 64)
+"""The same with less left empty: each is a power of two, or the sum of two."""
+
+SMALL_WIDTHS, SMALL_FULL = (16, 32, 48, 64, 80, 96), 80
+"""With these, tiles of 80 are repeated, and 96 has a rest of up to 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,43 +64,56 @@ class ExpertPlan:
         return self.order, tiles.expert, tiles.first, tiles.end, tiles.count
 
 
-def most_tiles(tokens: int, top_k: int, experts: int, narrow: int = 16) -> dict[int, int]:
+def most_tiles(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    narrow: int = 16,
+    widths: tuple[int, ...] = WIDTHS,
+    full: int = FULL,
+) -> dict[int, int]:
     """How many tiles of a width there can be; widths without any are missing.
 
     A token's choices differ, so an expert has no more pairs than there are tokens.
     """
     pairs = tokens * top_k
-    bounds = {
-        narrow: (1, min(experts, pairs) + (min(experts, pairs // 9) if narrow < 16 else 0)),
-        32: (17, min(experts, pairs // 17)),
-        64: (33, min(experts, pairs // 33)),
-        FULL: (65, pairs // FULL + min(experts, pairs // 65)),
-        FULL + JOINED: (FULL + 1, min(experts, pairs // (FULL + 1))),
-    }
+    twice = min(experts, pairs // 9) if narrow < 16 else 0
+    bounds = {narrow: (1, min(experts, pairs) + twice)}
+    for less, width in pairwise(widths):
+        bounds[width] = (less + 1, min(experts, pairs // (less + 1)))
+    bounds[full] = (bounds[full][0], bounds[full][1] + pairs // full)
     return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
-def tiles_of(counts: torch.Tensor, narrow: int = 16) -> dict[int, torch.Tensor]:
+def tiles_of(
+    counts: torch.Tensor, narrow: int = 16, widths: tuple[int, ...] = WIDTHS, full: int = FULL
+) -> dict[int, torch.Tensor]:
     """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
-    full, rest = counts // FULL, counts % FULL
-    joined = (full > 0) & (rest > 0) & (rest <= JOINED)
-    alone = ~joined
-    return {
-        narrow: (alone & (rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow),
-        32: (alone & (rest > 16) & (rest <= 32)).to(counts),
-        64: ((rest > 32) & (rest <= 64)).to(counts),
-        FULL: full - joined.to(counts) + (rest > 64).to(counts),
-        FULL + JOINED: joined.to(counts),
-    }
+    whole, rest = counts // full, counts % full
+    joined = (whole > 0) & (rest > 0) & (rest <= widths[-1] - full)
+    rest = rest + joined * full
+    tiles = {narrow: ((rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow)}
+    for less, width in pairwise(widths):
+        tiles[width] = ((rest > less) & (rest <= width)).to(counts)
+    tiles[full] += whole - joined.to(counts)
+    return tiles
 
 
-def plan_experts(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> ExpertPlan:
+def plan_experts(
+    experts: torch.Tensor,
+    num_experts: int,
+    narrow: int = 16,
+    widths: tuple[int, ...] = WIDTHS,
+    full: int = FULL,
+) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
     Args:
         experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
         narrow: width of the first kind of tiles, 16 or EIGHT.
+        widths: ascending from 16, ``full`` among them; above it are a full tile and a rest.
+        full: width of the tiles that an expert may have several of.
 
     Returns:
         The plan, on the device of ``experts``; nothing waits for the device.
@@ -103,21 +124,20 @@ def plan_experts(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> E
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
     tokens, top_k = experts.shape
-    bounds = most_tiles(tokens, top_k, num_experts, narrow)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths, full)
     tiles = {}
-    for width, needed in tiles_of(counts, narrow).items():
+    for width, needed in tiles_of(counts, narrow, widths, full).items():
         if width not in bounds:
             continue
         ends = needed.cumsum(0)
         at = torch.arange(bounds[width], device=flat.device)
         expert = torch.searchsorted(ends, at, right=True).clamp_(max=num_experts - 1)
         nth = at - (ends - needed)[expert]
-        full = counts[expert] // FULL
-        behind = {
-            EIGHT: nth * EIGHT,
-            FULL: nth * FULL,
-            FULL + JOINED: (full - 1) * FULL,
-        }.get(width, full * FULL)
+        whole = counts[expert] // full
+        if width > full:
+            behind = (whole - 1) * full
+        else:
+            behind = nth * width if width in (EIGHT, full) else whole * full
         first = offsets[expert] + behind
         tiles[width] = Tiles(
             expert=expert.int(),

@@ -22,13 +22,22 @@ from k3vl.kernels.moe.gpu import (
     moe_experts_gpu,
     moe_experts_mxfp4_gpu,
     plan_gpu,
+    plan_many_gpu,
     route_gpu,
     router_logits_gpu,
 )
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import EIGHT, plan_experts
+from k3vl.kernels.moe.plan import (
+    EIGHT,
+    FINE_WIDTHS,
+    FULL,
+    SMALL_FULL,
+    SMALL_WIDTHS,
+    ExpertPlan,
+    plan_experts,
+)
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
@@ -42,6 +51,10 @@ SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
 OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
+}
+HALF = {
+    width: replace(shape, parts=1, half=True, registers=128 if width == 160 else None)
+    for width, shape in SHAPES.items()
 }
 FEW_SHAPES = {"taken": FEW, "of one token": ALONE}
 
@@ -76,11 +89,14 @@ def routing(tokens: int, experts: int, top_k: int, hot: bool) -> tuple[torch.Ten
 
 def check_plan(experts: torch.Tensor, count: int) -> None:
     for narrow in (16, EIGHT):
-        check_plan_with(experts, count, narrow)
+        want = plan_experts(experts, count, narrow)
+        check_plan_is(plan_gpu(experts, count, narrow), want)
+        ways = (SMALL_WIDTHS, SMALL_FULL) if narrow == EIGHT else (FINE_WIDTHS, FULL)
+        want = plan_experts(experts, count, narrow, *ways)
+        check_plan_is(plan_many_gpu(experts, count, narrow, *ways), want)
 
 
-def check_plan_with(experts: torch.Tensor, count: int, narrow: int) -> None:
-    got, want = plan_gpu(experts, count, narrow), plan_experts(experts, count, narrow)
+def check_plan_is(got: ExpertPlan, want: ExpertPlan) -> None:
     assert torch.equal(got.order, want.order), "plan: order"
     assert set(got.tiles) == set(want.tiles)
     for width, tiles in want.tiles.items():
@@ -134,6 +150,24 @@ def check_experts(
     got = moe_experts_gpu(x, weights, chosen, floats, activation, norm, 1e-5)
     want = moe_experts(wide, weights, chosen, floats, activation, norm.double(), 1e-5)
     close(f"dense {what}", got, want)
+
+
+def check_ways(tokens: int, shape: tuple[int, int, int], top_k: int) -> None:
+    """One product a step in finer tiles, in steps of half the columns, by programs in turn."""
+    experts, latent, inner = shape
+    x = (torch.randn(tokens, latent, device=DEVICE) * 0.1).to(DTYPE)
+    _weights, chosen = routing(tokens, experts, top_k, hot=True)
+    packed = stored(experts, latent, inner)
+    rows, one = x.double().repeat_interleave(top_k, 0), torch.ones(chosen.numel(), 1, device=DEVICE)
+    want = moe_experts(rows, one, chosen.view(-1, 1), packed, SITU)
+    for widths, full, shapes, programs in (
+        (FINE_WIDTHS, FULL, SHAPES, 3),
+        (FINE_WIDTHS[:-1], FULL, HALF, None),
+        (SMALL_WIDTHS, SMALL_FULL, {**SHAPES, 80: HALF[80]}, 3),
+    ):
+        plan = plan_many_gpu(chosen, experts, 16, widths, full)
+        got = joined_products(x, plan, packed, SITU, top_k, shapes, programs)
+        close(f"joined, N {tokens}, E, L, I {shape}, {widths}, {programs}", got, want)
 
 
 def check_glu(activation: GatedActivation) -> None:
@@ -277,6 +311,7 @@ def check_odd() -> None:
     check_experts(3, (5, 128, 384), 2, False, SITU)
     check_experts(40, (3, 256, 128), 2, True, SiluGLU())
     check_experts(150, (2, 128, 256), 1, True, SITU)
+    check_ways(150, (5, 128, 128), 2)
 
 
 def check_few() -> None:
@@ -294,6 +329,7 @@ def check_large() -> None:
     check_experts(150, (40, 256, 512), 2, True, SITU)
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)
+    check_ways(3000, (400, 512, 384), 16)  # some 120 pairs an expert
 
 
 seed = 1

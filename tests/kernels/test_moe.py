@@ -13,7 +13,17 @@ from k3vl.errors import ShapeError, WeightError
 from k3vl.kernels.moe import moe_experts
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_experts, unpack_words
-from k3vl.kernels.moe.plan import EIGHT, most_tiles, plan_experts
+from k3vl.kernels.moe.plan import (
+    EIGHT,
+    FINE_WIDTHS,
+    FULL,
+    SMALL_FULL,
+    SMALL_WIDTHS,
+    WIDTHS,
+    most_tiles,
+    plan_experts,
+    tiles_of,
+)
 from k3vl.kernels.mxfp4 import dequantize_mxfp4
 from k3vl.kernels.situ import SituGLU
 from tests.process import run_check
@@ -25,14 +35,17 @@ CHECK = Path(__file__).with_name("moe_check.py")
     st.lists(st.integers(0, 400), min_size=1, max_size=9),
     st.integers(0, 2**31),
     st.sampled_from([16, EIGHT]),
+    st.sampled_from([(WIDTHS, FULL), (FINE_WIDTHS, FULL), (SMALL_WIDTHS, SMALL_FULL)]),
 )
-def test_tiles_cover_every_pair_once(counts: list[int], seed: int, narrow: int) -> None:
+def test_tiles_cover_every_pair_once(
+    counts: list[int], seed: int, narrow: int, ways: tuple[tuple[int, ...], int]
+) -> None:
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)])
     generator = torch.Generator().manual_seed(seed)
     chosen = chosen[torch.randperm(len(chosen), generator=generator)].view(-1, 1)
-    plan = plan_experts(chosen, len(counts), narrow)
+    plan = plan_experts(chosen, len(counts), narrow, *ways)
     assert plan.order.sort().values.tolist() == list(range(len(chosen)))
-    bounds = most_tiles(len(chosen), 1, len(counts), narrow)
+    bounds = most_tiles(len(chosen), 1, len(counts), narrow, *ways)
     seen = []
     for width, tiles in plan.tiles.items():
         assert int(tiles.count) <= bounds[width] == len(tiles.expert)
@@ -42,6 +55,15 @@ def test_tiles_cover_every_pair_once(counts: list[int], seed: int, narrow: int) 
             assert (chosen[rows.long(), 0] == tiles.expert[i]).all()
             seen += rows.tolist()
     assert sorted(seen) == list(range(len(chosen)))
+
+
+def test_pairs_come_into_the_narrowest_tile_that_holds_them() -> None:
+    counts = torch.tensor([128, 129, 144, 145, 160, 161, 192, 193, 290, 33, 48, 80, 81, 97])
+    want = {144: [1, 2], 160: [3, 4], 192: [5, 6, 8], 128: [0, 7, 8, 13], 48: [9, 10], 96: [12]}
+    want[80] = [7, 11]
+    for width, tiles in tiles_of(counts, widths=FINE_WIDTHS).items():
+        experts = torch.arange(len(counts)).repeat_interleave(tiles).tolist()
+        assert experts == want.get(width, []), width
 
 
 def test_stored_words_hold_the_same_codes() -> None:
