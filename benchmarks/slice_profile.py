@@ -11,7 +11,7 @@ is launched is the next step's, and the tokens that are waited for are the last 
 more are traced. A step of the trace ends with the copy that brings its tokens back. Of every kernel
 and grid: launches a step, microseconds, share of the step, and the time in which nothing ran before
 it (``gap``). Tracing makes gaps longer than they are; kernels are what they are. The file has every
-launch of a step in order.
+launch of a step in order, and when it began: early ones take their wait into their time.
 """
 
 from __future__ import annotations
@@ -126,6 +126,9 @@ def summary_of(steps: Sequence[Sequence[Launch]]) -> dict[str, Any]:
             {
                 "name": same[0].name,
                 "grid": same[0].grid,
+                "at_us": median(
+                    launch.begin - step[0].begin for launch, step in zip(same, steps, strict=True)
+                ),
                 "us": median(launch.took for launch in same),
                 "gap_us": median(launch.gap for launch in same),
             }
@@ -207,29 +210,40 @@ def other_way(name: str, decoder: Decode):
 
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
     ``ahead``: steps are launched before the tokens of the last one are known.
-    ``one stream``: shared experts behind the routed ones. Numbers: of a
-    :class:`~k3vl.kernels.linear.gpu.RowShape`.
+    ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
+    ``routed first``: beside them, but these get room first. Numbers: of a
+    :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between them.
     """
+    with ExitStack() as stack:
+        for part in name.split("+"):
+            _change(part, decoder, stack)
+        yield
+
+
+def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu as linear
-    from k3vl.kernels.moe import beside
+    from k3vl.kernels.moe import beside, chain
     from k3vl.kernels.moe import gpu as moe
 
-    with ExitStack() as stack:
-        if name == "late":
-            stack.enter_context(dependent.after_all())
-        elif name == "torch":
-            for module in (linear, moe):
-                stack.enter_context(patch.object(module, "is_row", lambda *_: False))
-        elif name == "ahead":
-            stack.enter_context(patch.object(decoder, "overlaps", True))
-        elif name == "one stream":
-            whole = ComposedLatentMoE.__call__
-            stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", whole))
-        elif name:
-            shape = linear.RowShape(*_numbers(name))
-            stack.enter_context(patch.object(linear, "ROW", shape))
-        yield
+    layers = {
+        "one stream": ComposedLatentMoE,
+        "chain": chain.LatentMoEChain,
+        "routed first": beside.LatentMoERoutedFirst,
+    }
+    if name == "late":
+        stack.enter_context(dependent.after_all())
+    elif name == "torch":
+        for module in (linear, moe):
+            stack.enter_context(patch.object(module, "is_row", lambda *_: False))
+    elif name == "ahead":
+        stack.enter_context(patch.object(decoder, "overlaps", True))
+    elif name in layers:
+        called = layers[name].__call__
+        stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", called))
+    elif name:
+        shape = linear.RowShape(*_numbers(name))
+        stack.enter_context(patch.object(linear, "ROW", shape))
 
 
 def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict[str, Any]:
@@ -242,7 +256,7 @@ def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict
                 timed = decoding(engine, 1, options, trace=False)
             for key in ("step_us", "model_us"):
                 found[f"{way or 'default'} {key} {turn}"] = timed.get(key)
-            print(f"{way or 'default':24} {timed['step_us']:9.1f} us a step, ", end="")
+            print(f"{way or 'default':40} {timed['step_us']:9.1f} us a step, ", end="")
             print(f"{timed.get('model_us', 0.0):9.1f} on the device", flush=True)
     engine.decoder.renew(engine.model)
     return found

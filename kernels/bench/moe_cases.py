@@ -15,7 +15,8 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.beside import LatentMoEBeside
+from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
+from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.few import Few, FewShapes
 from k3vl.kernels.moe.gpu import JOINED_PAIRS, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
@@ -176,10 +177,20 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
-            variants={"one stream": partial(ComposedLatentMoE.__call__, ours, x, weights)}
+            variants={
+                name: partial(layer.__call__, ours, x, weights) for name, layer in _LAYERS.items()
+            }
             if tokens == 1
             else {},
+            compared=True,
         )
+
+
+_LAYERS: dict[str, type[ComposedLatentMoE[Any]]] = {
+    "one stream": ComposedLatentMoE,
+    "chain": LatentMoEChain,
+    "routed first": LatentMoERoutedFirst,
+}
 
 
 def _widened(weights: MoEWeights[Mxfp4Experts]) -> MoEWeights[Mxfp4Experts]:

@@ -13,7 +13,6 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 
@@ -274,8 +273,8 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
-    if OVERLAP:
-        gdc_wait()
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
     for j in tl.static_range(K):  # in a loop a load would wait for the one before
         row = tl.load(y + (n * K + j) * WIDTH + o_d, live, 0).to(tl.float32)
         total += tl.load(weights + n * K + j) * row
@@ -317,18 +316,15 @@ def route_kernel(
 
 
 @triton.jit
-def route_sorted_kernel(
-    logits, bias, weights, experts, scale,
+def choose_sorted(
+    logits, bias, weights, experts, scale, n,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``route_kernel`` by a sorting network: many threads, few steps.
+    """Choices of token ``n`` by a sorting network: many threads, few steps.
 
     KP, a power of two, is 2 at least: Triton 3.6's ``topk`` does not compile for one.
     """
-    let_next_begin(PDL)
-    wait_for_inputs(PDL)
-    n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
     score = 1 / (1 + tl.exp(-tl.load(logits + n * E + o_e, live, 0)))
@@ -345,6 +341,19 @@ def route_sorted_kernel(
         weight = weight / (tl.sum(weight) + 1e-20)
     tl.store(weights + n * K + o_k, weight * scale, wanted)
     tl.store(experts + n * K + o_k, chosen, wanted)
+
+
+@triton.jit
+def route_sorted_kernel(
+    logits, bias, weights, experts, scale,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``route_kernel`` by a sorting network."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    choose_sorted(logits, bias, weights, experts, scale, n, E, K, KP, RENORMALISE, BLOCK)
 
 
 @triton.jit

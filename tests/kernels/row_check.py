@@ -11,7 +11,14 @@ import torch
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import after_all, begins_early
 from k3vl.kernels.gated_mlp import glu_linear
-from k3vl.kernels.linear.gpu import RowShape, front_gpu, glu_linear_gpu, linear_gpu, row_linear
+from k3vl.kernels.linear.gpu import (
+    RowShape,
+    front_gpu,
+    glu_linear_gpu,
+    linear_gpu,
+    row_linear,
+    row_pair,
+)
 from k3vl.kernels.mla.gpu import mla_absorb, mla_gate
 from k3vl.kernels.mla.reference import mla_absorb_reference
 from k3vl.kernels.recording import GraphRunner
@@ -63,6 +70,19 @@ def check_products(dtype: torch.dtype) -> None:
         assert (logits.dtype, latent.dtype) == (torch.float32, dtype)
         close(f"{what} latent", latent, want, dtype)
         close(f"{what} logits", logits, x.double() @ other.double().mT, torch.float32)
+
+
+def check_pairs(dtype: torch.dtype) -> None:
+    """Two products in one launch, onto something or nothing."""
+    for rows, d, latent in ((1, 16, 48), (23, 512, 128), (40, 1536, 3584)):
+        x, other = normal(1, d, dtype=dtype), normal(1, latent, dtype=dtype)
+        w, second = normal(rows, d, dtype=dtype), normal(rows, latent, dtype=dtype)
+        want = x.double() @ w.double().mT + other.double() @ second.double().mT
+        close(f"pair {rows}", row_pair(x, w, other, second, None), want, dtype)
+        onto = normal(1, rows, dtype=dtype)
+        base = onto.double()
+        assert row_pair(x, w, other, second, onto) is onto
+        close(f"pair {rows} onto", onto, want + base, dtype)
 
 
 def check_more_rows(dtype: torch.dtype) -> None:
@@ -131,10 +151,13 @@ def check_chains() -> None:
         assert torch.equal(again(), want), "early launches, recorded: other numbers"
 
 
+CHECKS = check_products, check_pairs, check_more_rows, check_norms, check_absorb, check_gate
+
+
 def main() -> None:
     torch.manual_seed(1)
     for dtype in DTYPES:
-        for check in (check_products, check_more_rows, check_norms, check_absorb, check_gate):
+        for check in CHECKS:
             check(dtype)
             sys.stdout.write(f"{check.__name__} {dtype}\n")
     if ON_GPU:
