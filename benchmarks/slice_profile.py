@@ -211,7 +211,8 @@ def other_way(name: str, decoder: Decode):
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
     ``ahead``: steps are launched before the tokens of the last one are known.
     ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
-    ``routed first``: beside them, but these get room first. Numbers: of a
+    ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
+    experts are asked for before they are added. Numbers: of a
     :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between them.
     """
     with ExitStack() as stack:
@@ -238,6 +239,8 @@ def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
             stack.enter_context(patch.object(module, "is_row", lambda *_: False))
     elif name == "ahead":
         stack.enter_context(patch.object(decoder, "overlaps", True))
+    elif name == "at once":
+        stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
     elif name in layers:
         called = layers[name].__call__
         stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", called))

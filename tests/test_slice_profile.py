@@ -114,6 +114,7 @@ def test_it_runs_where_nothing_is_traced(monkeypatch, capsys, tmp_path) -> None:
 def test_other_ways_are_undone() -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu
+    from k3vl.kernels.moe import gpu as moe
     from k3vl.kernels.moe.beside import LatentMoEBeside
 
     usual, takes, decoder = gpu.ROW, gpu.is_row, SimpleNamespace(overlaps=False)
@@ -133,6 +134,9 @@ def test_other_ways_are_undone() -> None:
         assert decoder.overlaps
         assert whole is not LatentMoEBeside.__call__
     assert whole is LatentMoEBeside.__call__
+    with other_way("at once", decoder):
+        assert moe.AT_ONCE_TOKENS
+    assert not moe.AT_ONCE_TOKENS
     assert not decoder.overlaps
     assert (gpu.ROW, gpu.is_row) == (usual, takes)
     assert not dependent._joined.get()

@@ -18,10 +18,11 @@ from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
 from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.few import Few, FewShapes
-from k3vl.kernels.moe.gpu import JOINED_PAIRS, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
+from k3vl.kernels.moe.gpu import JOINED_PAIRS, combine, moe_experts_mxfp4_gpu, plan_gpu, route_gpu
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.moe.separate import separate_products
+from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -250,6 +251,31 @@ def glu_cases() -> Iterator[Case]:
             flops=30 * tokens * inner,
             peers={"PyTorch": partial(_SITU, gate_up)},
         )
+
+
+def combine_cases() -> Iterator[Case]:
+    """Sum and norm behind the products."""
+    norm = normal(_L).abs() + 0.5
+    for tokens in (1, 32, 512, 8192):
+        y, out = normal(tokens * _K, _L), normal(tokens, _L)
+        weights = torch.rand(tokens, _K, device="cuda")
+        ours = partial(combine, y, weights, norm, 1e-5, out)
+        yield Case(
+            op="combine",
+            shape=f"T{tokens}, {_K} outputs a token",
+            ours=ours,
+            want=partial(_summed, y, weights, norm),
+            limit=8e-3,
+            bytes=2 * (tokens + 1) * _K * _L,
+            flops=2 * tokens * _K * _L,
+            variants={f"at once, {warps} warps": partial(ours, warps=warps) for warps in (8, 16)},
+            compared=True,
+        )
+
+
+def _summed(y: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    total = torch.bmm(weights.unsqueeze(1), y.float().unflatten(0, weights.shape)).squeeze(1)
+    return rms_norm(total, norm.float(), 1e-5)
 
 
 def plan_cases() -> Iterator[Case]:

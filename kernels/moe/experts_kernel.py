@@ -264,25 +264,36 @@ def down_mxfp4_kernel(
 
 @triton.jit
 def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.constexpr,
-                   NORM: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   NORM: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
     """Sum of a token's K outputs by their weights, rounded, then RMSNorm; one program a token.
 
-    y [N K, WIDTH]; weights [N, K] float32; norm [WIDTH]; out [N, WIDTH].
+    y [N K, WIDTH]; weights [N, K] float32; norm [WIDTH]; out [N, WIDTH]. AT_ONCE: all outputs are
+    asked for before the first is used, in registers of their own.
     """
     n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
+    scales = tl.load(norm + o_d, live, 0) if NORM else 0
     let_next_begin(OVERLAP)
     wait_for_inputs(OVERLAP)
-    for j in tl.static_range(K):  # in a loop a load would wait for the one before
-        row = tl.load(y + (n * K + j) * WIDTH + o_d, live, 0).to(tl.float32)
-        total += tl.load(weights + n * K + j) * row
+    y += n * K * WIDTH + o_d
+    weights += n * K
+    rows = ()
+    if AT_ONCE:
+        for j in tl.static_range(K):
+            rows = rows + (tl.load(y + j * WIDTH, live, 0),)  # noqa: RUF005
+        # Or the assembler puts each load behind the use of the one before.
+        tl.debug_barrier()
+    for j in tl.static_range(K):
+        row = rows[j] if AT_ONCE else tl.load(y + j * WIDTH, live, 0)
+        total += tl.load(weights + j) * row.to(tl.float32)
     total = total.to(out.dtype.element_ty)  # the reference rounds the sum before its norm
     if NORM:
         wide = total.to(tl.float32)
         rms = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
-        total = (wide * rms * tl.load(norm + o_d, live, 0).to(tl.float32)).to(total.dtype)
+        total = (wide * rms * scales.to(tl.float32)).to(total.dtype)
     tl.store(out + n * WIDTH + o_d, total, live)
 
 

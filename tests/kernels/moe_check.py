@@ -20,6 +20,7 @@ from k3vl.kernels.moe.few import ALONE, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
+    combine,
     moe_experts_gpu,
     moe_experts_mxfp4_gpu,
     plan_gpu,
@@ -32,6 +33,7 @@ from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
+from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 
@@ -197,6 +199,26 @@ def check_layer(weights: MoEWeights[Mxfp4Experts], tokens: int = 1) -> None:
             assert error < LIMIT, f"{layer.__name__}: {error:.2e}"
 
 
+def check_combine() -> None:
+    """Asked for at once or one after the other: the same sums, to the bit."""
+    for tokens, top_k, latent in ((1, 16, 3584), (3, 5, 48), (2, 1, 512)):
+        y = normal(tokens * top_k, latent)
+        weights, norm = torch.rand(tokens, top_k, device=DEVICE), normal(latent)
+        for given in (norm, None):
+            some = [
+                combine(y, weights, given, 1e-5, torch.full_like(y[:tokens], float("nan")), warps=w)
+                for w in (0, 8, 16)
+            ]
+            want = (weights[:, :, None] * y.view(tokens, top_k, -1)).sum(1)
+            want = want if given is None else rms_norm(want.to(DTYPE).float(), given.float(), 1e-5)
+            assert float((some[0] - want).norm() / want.norm()) < LIMIT
+            if given is None:
+                assert torch.equal(some[0], some[1])
+                assert torch.equal(some[0], some[2])
+            # the norm's sum goes over warps
+            assert float((some[2] - some[0]).norm() / some[0].norm()) < LIMIT / 4
+
+
 def check_recorded(layer: type[ComposedLatentMoE], *, other_sums: bool) -> None:
     """A token gets the same bits each time, launched, recorded and replayed."""
     weights = layer_weights(256, 512, 512, 512, 8, 4)
@@ -246,6 +268,7 @@ check_experts(300, (4, 32, 32), 1, False, SITU)
 check_experts(3, (5, 128, 384), 2, False, SITU)
 check_experts(40, (3, 256, 128), 2, True, SiluGLU())
 check_experts(150, (2, 128, 256), 1, True, SITU)
+check_combine()
 check_layer(layer_weights(64, 32, 96, 48, 5, 2))
 check_layer(layer_weights(32, 64, 32, 40, 3, 1, SiluGLU()))
 check_layer(layer_weights(48, 32, 32, 16, 7, 7), tokens=2)
