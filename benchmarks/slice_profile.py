@@ -37,6 +37,7 @@ from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench import parts
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
+from k3vl.kernels.mla.layer import ComposedMLALayer
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.lm.decode import padded_size
 from k3vl.lm.engine import Engine
@@ -212,7 +213,8 @@ def other_way(name: str, decoder: Decode):
     ``ahead``: steps are launched before the tokens of the last one are known.
     ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
     ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
-    experts are asked for before they are added. Numbers: of a
+    experts are asked for before they are added. ``enter``: a token's MLA norms are no launches of
+    their own. Numbers: of a
     :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between them.
     """
     with ExitStack() as stack:
@@ -224,6 +226,7 @@ def other_way(name: str, decoder: Decode):
 def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu as linear
+    from k3vl.kernels.mla.alone import MLALayerAlone
     from k3vl.kernels.moe import beside, chain
     from k3vl.kernels.moe import gpu as moe
 
@@ -241,6 +244,8 @@ def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
         stack.enter_context(patch.object(decoder, "overlaps", True))
     elif name == "at once":
         stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
+    elif name == "enter":
+        stack.enter_context(patch.object(ComposedMLALayer, "enter", MLALayerAlone.enter))
     elif name in layers:
         called = layers[name].__call__
         stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", called))

@@ -114,6 +114,8 @@ def test_it_runs_where_nothing_is_traced(monkeypatch, capsys, tmp_path) -> None:
 def test_other_ways_are_undone() -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu
+    from k3vl.kernels.mla.alone import MLALayerAlone
+    from k3vl.kernels.mla.layer import ComposedMLALayer
     from k3vl.kernels.moe import gpu as moe
     from k3vl.kernels.moe.beside import LatentMoEBeside
 
@@ -137,6 +139,9 @@ def test_other_ways_are_undone() -> None:
     with other_way("at once", decoder):
         assert moe.AT_ONCE_TOKENS
     assert not moe.AT_ONCE_TOKENS
+    with other_way("enter", decoder):
+        assert ComposedMLALayer.enter is MLALayerAlone.enter
+    assert ComposedMLALayer.enter is not MLALayerAlone.enter
     assert not decoder.overlaps
     assert (gpu.ROW, gpu.is_row) == (usual, takes)
     assert not dependent._joined.get()

@@ -47,6 +47,25 @@ def row_times(matrix, x, row, D: tl.constexpr, BK: tl.constexpr, STAGES: tl.cons
 
 
 @triton.jit
+def row_normed(
+    matrix, x, norm, row, eps, D: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """RMSNorm of inputs [D] with weights ``norm``, times rows of a matrix: float32 [BN].
+
+    Nothing is rounded on the way, and squares are added up beside the products.
+    """
+    o_k = tl.arange(0, BK)
+    at = row.to(tl.int64)[:, None] * D + o_k[None, :]
+    sums = tl.zeros([row.shape[0], BK // 8], tl.float32)
+    squares = tl.zeros([BK], tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        given = tl.load(x + k + o_k).to(tl.float32)
+        squares += given * given
+        sums += folded(_tile(matrix + at + k), given * tl.load(norm + k + o_k).to(tl.float32))
+    return tl.sum(sums, 1) * tl.rsqrt(tl.sum(squares, 0) / D + eps)
+
+
+@triton.jit
 def row_gated(
     gates, ups, x, row, beta, linear_beta,
     D: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SITU: tl.constexpr,

@@ -5,10 +5,14 @@ device both widths are checked, launched and recorded. Usage: row_check.py DEVIC
 """
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.dependent import after_all, begins_early
 from k3vl.kernels.gated_mlp import glu_linear
 from k3vl.kernels.linear.gpu import (
@@ -19,7 +23,9 @@ from k3vl.kernels.linear.gpu import (
     row_linear,
     row_pair,
 )
+from k3vl.kernels.mla.alone import MLALayerAlone
 from k3vl.kernels.mla.gpu import mla_absorb, mla_gate
+from k3vl.kernels.mla.layer import MLALayerWeights
 from k3vl.kernels.mla.reference import mla_absorb_reference
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm.gpu import rms_norm as rms_norm_gpu
@@ -83,6 +89,33 @@ def check_pairs(dtype: torch.dtype) -> None:
         base = onto.double()
         assert row_pair(x, w, other, second, onto) is onto
         close(f"pair {rows} onto", onto, want + base, dtype)
+
+
+def check_enter(dtype: torch.dtype) -> None:
+    """A token's queries, gate and cache row in one launch; one that pads writes nothing."""
+    rank, latent, part, heads, width = 48, 20, 5, 3, 64
+    splits = (rank, latent, part, heads * 8)
+    w = MLALayerWeights(
+        splits=splits, in_proj=normal(sum(splits), width, dtype=dtype),
+        q_norm=normal(rank, dtype=dtype), q_b=normal(heads * (16 + part), rank, dtype=dtype),
+        kv_norm=normal(latent, dtype=dtype), kv_b=normal(heads, 24, latent, dtype=dtype),
+        o_proj=normal(width, heads * 8, dtype=dtype), scale=1.0, eps=1e-5,
+    )  # fmt: skip
+    x = normal(1, width, dtype=dtype)
+    exact = reference_kernels("checks").mla
+    wide = {n: getattr(w, n).double() for n in ("in_proj", "q_norm", "q_b", "kv_norm")}
+    for row in (2, -1):
+        where: Any = SimpleNamespace(cache_rows=torch.tensor([row], device=DEVICE))
+        latents = torch.full((4, latent + part), 7.0, dtype=dtype, device=DEVICE)
+        cache = latents.double()
+        want = exact.enter(x.double(), replace(w, **wide), cache, where)
+        got = MLALayerAlone.enter(triton_kernels("checks").mla, x, w, latents, where)
+        for name, a, b in zip(("queries", "gate"), got, want, strict=True):
+            assert a.shape == b.shape
+            close(f"enter {name}", a, b, dtype)
+        close("enter, cache", latents, cache, dtype)
+        assert (latents[[0, 1, 3]] == 7).all()
+        assert (latents[2] == 7).all() == (row < 0)
 
 
 def check_more_rows(dtype: torch.dtype) -> None:
@@ -151,7 +184,9 @@ def check_chains() -> None:
         assert torch.equal(again(), want), "early launches, recorded: other numbers"
 
 
-CHECKS = check_products, check_pairs, check_more_rows, check_norms, check_absorb, check_gate
+CHECKS = (
+    check_products, check_pairs, check_enter, check_more_rows, check_norms, check_absorb, check_gate
+)  # fmt: skip
 
 
 def main() -> None:
