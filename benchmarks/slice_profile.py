@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from k3vl.kernels.bench.parts import Launch
+    from k3vl.kernels.linear.gpu import RowShape
     from k3vl.lm.backend import Token
     from k3vl.lm.decode import Decode
 
@@ -214,7 +215,7 @@ def other_way(name: str, decoder: Decode):
     ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
     ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
     experts are asked for before they are added. ``enter``: a token's MLA norms are no launches of
-    their own. Numbers: of a
+    their own. ``mixed``: products of a row laid out by its width. Numbers: of a
     :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between them.
     """
     with ExitStack() as stack:
@@ -244,6 +245,8 @@ def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
         stack.enter_context(patch.object(decoder, "overlaps", True))
     elif name == "at once":
         stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
+    elif name == "mixed":
+        stack.enter_context(patch.object(linear, "row_shape", _by_width))
     elif name == "enter":
         stack.enter_context(patch.object(ComposedMLALayer, "enter", MLALayerAlone.enter))
     elif name in layers:
@@ -252,6 +255,15 @@ def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
     elif name:
         shape = linear.RowShape(*_numbers(name))
         stack.enter_context(patch.object(linear, "ROW", shape))
+
+
+def _by_width(width: int) -> RowShape:
+    """The best of e4c291c alone on an H200; 0.5 to 5 % less than the same for all but 128 wide."""
+    from k3vl.kernels.linear.gpu import ROW, RowShape
+
+    if width < 1024:
+        return ROW
+    return RowShape(4, 512, 2, stages=6) if width <= 8192 else RowShape(8, 512, 2, stages=3)
 
 
 def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict[str, Any]:

@@ -139,6 +139,8 @@ def test_other_ways_are_undone() -> None:
     with other_way("at once", decoder):
         assert moe.AT_ONCE_TOKENS
     assert not moe.AT_ONCE_TOKENS
+    with other_way("mixed", decoder):
+        assert {gpu.row_shape(d).rows for d in (128, 7168, 12288)} == {4, 8}
     with other_way("enter", decoder):
         assert ComposedMLALayer.enter is MLALayerAlone.enter
     assert ComposedMLALayer.enter is not MLALayerAlone.enter

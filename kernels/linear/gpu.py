@@ -48,6 +48,12 @@ class RowShape(NamedTuple):
 ROW = RowShape(rows=8, columns=512, warps=2)
 
 
+def row_shape(width: int) -> RowShape:
+    """How products of inputs so wide are laid out; alike, as yet."""
+    del width
+    return ROW
+
+
 def linear_gpu(
     x: torch.Tensor,
     weight: Weight,
@@ -126,7 +132,7 @@ def row_linear(
         shape: for measurements.
     """
     rows, d = weight.shape
-    shape = shape or ROW
+    shape = shape or row_shape(d)
     other, count = (weight, 0) if second is None else (second, second.shape[0])
     glu = activation is not None
     blocks = triton.cdiv(rows, shape.rows) + (0 if glu else triton.cdiv(count, shape.rows))
@@ -167,8 +173,9 @@ def row_pair(
         [1, O]; ``onto`` itself where it is given.
     """
     rows, d = weight.shape
+    shape = row_shape(d)
     out = x.new_empty(1, rows) if onto is None else onto
-    row_pair_kernel[(triton.cdiv(rows, ROW.rows),)](
+    row_pair_kernel[(triton.cdiv(rows, shape.rows),)](
         x,
         weight,
         other,
@@ -178,7 +185,7 @@ def row_pair(
         D=d,
         L=second.shape[1],
         ONTO=onto is not None,
-        **launch_options(ROW, x, d, second.shape[1]),
+        **launch_options(shape, x, d, second.shape[1]),
     )
     return out
 

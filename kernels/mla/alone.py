@@ -40,7 +40,8 @@ class MLALayerAlone(ComposedMLALayer):
         q, c, shared, gate = self.linear(x, w.in_proj).split(w.splits, dim=-1)
         rows = sequences.cache_rows
         check_store(c, shared, w.kv_norm, latents, rows)
-        q_b, (latent, part), shape = plain(w.q_b), w.splits[1:3], linear.ROW
+        q_b, (latent, part) = plain(w.q_b), w.splits[1:3]
+        shape = linear.row_shape(q_b.shape[1])
         out = x.new_empty(1, q_b.shape[0])
         mla_enter_kernel[(1 + triton.cdiv(q_b.shape[0], shape.rows),)](
             q, w.q_norm, q_b, out, c, shared, w.kv_norm, latents, rows, latents.stride(0), w.eps,

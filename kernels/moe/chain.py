@@ -71,7 +71,7 @@ def route_and_glu(
     chosen = torch.empty(1, w.top_k, dtype=torch.float32, device=x.device)
     experts = torch.empty(1, w.top_k, dtype=torch.int64, device=x.device)
     hidden = x.new_empty(1, gates.shape[0])
-    shape = linear.ROW
+    shape = linear.row_shape(width)
     route_and_glu_kernel[(1 + triton.cdiv(gates.shape[0], shape.rows),)](
         logits, w.router_bias, chosen, experts, w.scale,
         x, gates, ups, hidden, *caps(w.activation), gates.shape[0],
