@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 WARM_UP, TIMED, TRACED = 3, 21, 8
 KINDS = {
-    "matrix products": r"nvjet|gemm|gemv|cublas|cutlass|splitk|linear_|skinny",
+    "matrix products": r"nvjet|gemm|gemv|cublas|cutlass|splitk|linear_|row_pair|skinny",
     "experts": r"mxfp4|joined|dense_kernel|plan_|combine_|route_|experts",
     "KDA": r"^kda_",
     "MLA": r"^mla_|^flash_",
