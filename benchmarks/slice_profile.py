@@ -215,8 +215,8 @@ def other_way(name: str, decoder: Decode):
     ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
     ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
     experts are asked for before they are added. ``enter``: a token's MLA norms are no launches of
-    their own. ``mixed``: products of a row laid out by its width. Numbers: of a
-    :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between them.
+    their own. ``mixed``: products of a row laid out by its width. ``argmax``: our own kernels for
+    it. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between.
     """
     with ExitStack() as stack:
         for part in name.split("+"):
@@ -224,8 +224,9 @@ def other_way(name: str, decoder: Decode):
         yield
 
 
-def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
+def _change(name: str, decoder: Any, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
+    from k3vl.kernels.argmax.gpu import argmax_gpu
     from k3vl.kernels.linear import gpu as linear
     from k3vl.kernels.mla.alone import MLALayerAlone
     from k3vl.kernels.moe import beside, chain
@@ -247,6 +248,9 @@ def _change(name: str, decoder: Decode, stack: ExitStack) -> None:
         stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
     elif name == "mixed":
         stack.enter_context(patch.object(linear, "row_shape", _by_width))
+    elif name == "argmax":
+        kernels = replace(decoder.model.kernels, argmax=argmax_gpu)
+        stack.enter_context(patch.object(decoder.model, "kernels", kernels))
     elif name == "enter":
         stack.enter_context(patch.object(ComposedMLALayer, "enter", MLALayerAlone.enter))
     elif name in layers:

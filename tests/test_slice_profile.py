@@ -113,6 +113,9 @@ def test_it_runs_where_nothing_is_traced(monkeypatch, capsys, tmp_path) -> None:
 
 def test_other_ways_are_undone() -> None:
     from k3vl.kernels import dependent
+    from k3vl.kernels.argmax import argmax
+    from k3vl.kernels.argmax.gpu import argmax_gpu
+    from k3vl.kernels.choice import reference_kernels
     from k3vl.kernels.linear import gpu
     from k3vl.kernels.mla.alone import MLALayerAlone
     from k3vl.kernels.mla.layer import ComposedMLALayer
@@ -139,6 +142,10 @@ def test_other_ways_are_undone() -> None:
     with other_way("at once", decoder):
         assert moe.AT_ONCE_TOKENS
     assert not moe.AT_ONCE_TOKENS
+    model = decoder.model = SimpleNamespace(kernels=reference_kernels("tests"))
+    with other_way("argmax", decoder):
+        assert model.kernels.argmax is argmax_gpu
+    assert model.kernels.argmax is argmax
     with other_way("mixed", decoder):
         assert {gpu.row_shape(d).rows for d in (128, 7168, 12288)} == {4, 8}
     with other_way("enter", decoder):

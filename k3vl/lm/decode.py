@@ -176,6 +176,7 @@ class _Size:
         self.inputs = StepInputs(model, cache, size)
         self.wishes = Wishes(size, model.config.vocab_size, cache.buffer.device)
         self.runner = runner
+        self.largest = model.kernels.argmax
         self.forward = runner.make(lambda: model(self.inputs.batch(), cache))
         self.samplings: dict[SamplingPlan, _Sampling] = {}
 
@@ -197,9 +198,9 @@ class _Size:
         asks = [GREEDY if chooser is None else chooser.ask() for chooser in by_row]
         plan = SamplingPlan.of(asks)
         if plan not in self.samplings:
-            params, bits = self.wishes.params, self.wishes.bits
+            params, bits, largest = self.wishes.params, self.wishes.bits, self.largest
             self.samplings[plan] = _Sampling(
-                self.runner, lambda: sample(logits, params, bits, plan, token_ids)
+                self.runner, lambda: sample(logits, params, bits, plan, token_ids, largest)
             )
         self.wishes.fill(asks, plan, turn)
         return _Recorded(self.samplings[plan].launch(turn), asks, by_row, token_ids)

@@ -38,6 +38,7 @@ class LatentMoEChain(ComposedLatentMoE[E]):
         if not _takes(x, w):
             # slots: super() has no class
             return ComposedLatentMoE.__call__(self, x, w, onto)
+        assert w.up is not None
         check_shapes(x, w)
         logits, latent = self.front(x, w.router, w.down)
         chosen, experts, hidden = route_and_glu(logits, x, w)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.argmax import argmax
+from k3vl.kernels.argmax.gpu import argmax_gpu
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.dependent import after_all, begins_early
 from k3vl.kernels.gated_mlp import glu_linear
@@ -118,6 +120,21 @@ def check_enter(dtype: torch.dtype) -> None:
         assert (latents[2] == 7).all() == (row < 0)
 
 
+def check_argmax(_: torch.dtype) -> None:
+    """The first of equal values, whatever their place; what is not a number is the largest."""
+    for rows, width in ((1, 5), (3, 64), (2, 1000)):
+        x = torch.randn(rows, width, device=DEVICE)
+        into = torch.full((rows,), -1, device=DEVICE)
+        assert argmax_gpu(x, into, block=64) is into
+        assert torch.equal(into, argmax(x))
+        x[:] = x.clamp(max=0.3)
+        assert torch.equal(argmax_gpu(x, block=64), (x == x.amax(1, keepdim=True)).int().argmax(1))
+        x[:] = float("-inf")
+        assert (argmax_gpu(x, block=64) == 0).all()
+        x[:, width - 2] = NAN
+        assert (argmax_gpu(x, block=64) == width - 2).all()
+
+
 def check_more_rows(dtype: torch.dtype) -> None:
     """Those are torch's products, with the same contract."""
     x, w, base = (normal(*shape, dtype=dtype) for shape in ((3, 48), (7, 48), (3, 7)))
@@ -185,7 +202,8 @@ def check_chains() -> None:
 
 
 CHECKS = (
-    check_products, check_pairs, check_enter, check_more_rows, check_norms, check_absorb, check_gate
+    check_argmax, check_products, check_pairs, check_enter, check_more_rows, check_norms,
+    check_absorb, check_gate,
 )  # fmt: skip
 
 
