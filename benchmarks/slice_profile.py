@@ -11,7 +11,7 @@ is launched is the next step's, and the tokens that are waited for are the last 
 more are traced. A step of the trace ends with the copy that brings its tokens back. Of every kernel
 and grid: launches a step, microseconds, share of the step, and the time in which nothing ran before
 it (``gap``). Tracing makes gaps longer than they are; kernels are what they are. The file has every
-launch of a step in order.
+launch of a step in order, and when it began: early ones take their wait into their time.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench import parts
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
+from k3vl.kernels.mla.layer import ComposedMLALayer
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.lm.decode import padded_size
 from k3vl.lm.engine import Engine
@@ -47,12 +48,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from k3vl.kernels.bench.parts import Launch
+    from k3vl.kernels.linear.gpu import RowShape
     from k3vl.lm.backend import Token
     from k3vl.lm.decode import Decode
 
 WARM_UP, TIMED, TRACED = 3, 21, 8
 KINDS = {
-    "matrix products": r"nvjet|gemm|gemv|cublas|cutlass|splitk|linear_|skinny",
+    "matrix products": r"nvjet|gemm|gemv|cublas|cutlass|splitk|linear_|row_pair|skinny",
     "experts": r"mxfp4|joined|dense_kernel|plan_|combine_|route_|experts",
     "KDA": r"^kda_",
     "MLA": r"^mla_|^flash_",
@@ -126,6 +128,9 @@ def summary_of(steps: Sequence[Sequence[Launch]]) -> dict[str, Any]:
             {
                 "name": same[0].name,
                 "grid": same[0].grid,
+                "at_us": median(
+                    launch.begin - step[0].begin for launch, step in zip(same, steps, strict=True)
+                ),
                 "us": median(launch.took for launch in same),
                 "gap_us": median(launch.gap for launch in same),
             }
@@ -207,29 +212,62 @@ def other_way(name: str, decoder: Decode):
 
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
     ``ahead``: steps are launched before the tokens of the last one are known.
-    ``one stream``: shared experts behind the routed ones. Numbers: of a
-    :class:`~k3vl.kernels.linear.gpu.RowShape`.
+    ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
+    ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
+    experts are asked for before they are added. ``enter``: a token's MLA norms are no launches of
+    their own. ``mixed``: products of a row laid out by its width. ``argmax``: our own kernels for
+    it. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one: with ``+`` between.
     """
+    with ExitStack() as stack:
+        for part in name.split("+"):
+            _change(part, decoder, stack)
+        yield
+
+
+def _change(name: str, decoder: Any, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
+    from k3vl.kernels.argmax.gpu import argmax_gpu
     from k3vl.kernels.linear import gpu as linear
-    from k3vl.kernels.moe import beside
+    from k3vl.kernels.mla.alone import MLALayerAlone
+    from k3vl.kernels.moe import beside, chain
     from k3vl.kernels.moe import gpu as moe
 
-    with ExitStack() as stack:
-        if name == "late":
-            stack.enter_context(dependent.after_all())
-        elif name == "torch":
-            for module in (linear, moe):
-                stack.enter_context(patch.object(module, "is_row", lambda *_: False))
-        elif name == "ahead":
-            stack.enter_context(patch.object(decoder, "overlaps", True))
-        elif name == "one stream":
-            whole = ComposedLatentMoE.__call__
-            stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", whole))
-        elif name:
-            shape = linear.RowShape(*_numbers(name))
-            stack.enter_context(patch.object(linear, "ROW", shape))
-        yield
+    layers = {
+        "one stream": ComposedLatentMoE,
+        "chain": chain.LatentMoEChain,
+        "routed first": beside.LatentMoERoutedFirst,
+    }
+    if name == "late":
+        stack.enter_context(dependent.after_all())
+    elif name == "torch":
+        for module in (linear, moe):
+            stack.enter_context(patch.object(module, "is_row", lambda *_: False))
+    elif name == "ahead":
+        stack.enter_context(patch.object(decoder, "overlaps", True))
+    elif name == "at once":
+        stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
+    elif name == "mixed":
+        stack.enter_context(patch.object(linear, "row_shape", _by_width))
+    elif name == "argmax":
+        kernels = replace(decoder.model.kernels, argmax=argmax_gpu)
+        stack.enter_context(patch.object(decoder.model, "kernels", kernels))
+    elif name == "enter":
+        stack.enter_context(patch.object(ComposedMLALayer, "enter", MLALayerAlone.enter))
+    elif name in layers:
+        called = layers[name].__call__
+        stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", called))
+    elif name:
+        shape = linear.RowShape(*_numbers(name))
+        stack.enter_context(patch.object(linear, "ROW", shape))
+
+
+def _by_width(width: int) -> RowShape:
+    """The best of e4c291c alone on an H200; 0.5 to 5 % less than the same for all but 128 wide."""
+    from k3vl.kernels.linear.gpu import ROW, RowShape
+
+    if width < 1024:
+        return ROW
+    return RowShape(4, 512, 2, stages=6) if width <= 8192 else RowShape(8, 512, 2, stages=3)
 
 
 def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict[str, Any]:
@@ -242,7 +280,7 @@ def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict
                 timed = decoding(engine, 1, options, trace=False)
             for key in ("step_us", "model_us"):
                 found[f"{way or 'default'} {key} {turn}"] = timed.get(key)
-            print(f"{way or 'default':24} {timed['step_us']:9.1f} us a step, ", end="")
+            print(f"{way or 'default':40} {timed['step_us']:9.1f} us a step, ", end="")
             print(f"{timed.get('model_us', 0.0):9.1f} on the device", flush=True)
     engine.decoder.renew(engine.model)
     return found

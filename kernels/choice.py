@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from k3vl.kernels.argmax import argmax
 from k3vl.kernels.attn_residual import AttnResidualOp, attn_residual
 from k3vl.kernels.gated_mlp import ComposedGatedMLP, glu_linear
 from k3vl.kernels.kda import kda_decode, kda_prefill
@@ -75,6 +76,7 @@ class Kernels:
         latent_moe_mxfp4: the same over experts that stay in 4 bits; None: they are decoded where
             a model is loaded.
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
+        argmax: of logits (:mod:`k3vl.kernels.argmax`).
         vision: of the tower.
         recordable: nothing that decodes waits for the device or reads its values on the host, and
             padding rows are skipped, so that a CUDA graph can hold a step.
@@ -92,6 +94,7 @@ class Kernels:
     latent_moe_coded: LatentMoEOp[CodedExperts] | None
     latent_moe_mxfp4: LatentMoEOp[Mxfp4Experts] | None
     gated_mlp: GatedMLPOp
+    argmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = argmax
     vision: VisionKernels = REFERENCE
     recordable: bool = False
 

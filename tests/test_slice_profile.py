@@ -113,7 +113,14 @@ def test_it_runs_where_nothing_is_traced(monkeypatch, capsys, tmp_path) -> None:
 
 def test_other_ways_are_undone() -> None:
     from k3vl.kernels import dependent
+    from k3vl.kernels.argmax import argmax
+    from k3vl.kernels.argmax.gpu import argmax_gpu
+    from k3vl.kernels.choice import reference_kernels
     from k3vl.kernels.linear import gpu
+    from k3vl.kernels.mla.alone import MLALayerAlone
+    from k3vl.kernels.mla.layer import ComposedMLALayer
+    from k3vl.kernels.moe import gpu as moe
+    from k3vl.kernels.moe.beside import LatentMoEBeside
 
     usual, takes, decoder = gpu.ROW, gpu.is_row, SimpleNamespace(overlaps=False)
     with other_way("late", decoder):
@@ -124,8 +131,26 @@ def test_other_ways_are_undone() -> None:
         assert gpu.RowShape(16, 512, 2, 2048, 3) == gpu.ROW
     with other_way("ahead", decoder):
         assert decoder.overlaps
-    with other_way("one stream", decoder), other_way("", decoder):
-        pass
+    whole = LatentMoEBeside.__call__
+    for name in ("one stream", "chain", "routed first"):
+        with other_way(name, decoder), other_way("", decoder):
+            assert whole is not LatentMoEBeside.__call__
+    with other_way("ahead+chain", decoder):
+        assert decoder.overlaps
+        assert whole is not LatentMoEBeside.__call__
+    assert whole is LatentMoEBeside.__call__
+    with other_way("at once", decoder):
+        assert moe.AT_ONCE_TOKENS
+    assert not moe.AT_ONCE_TOKENS
+    model = decoder.model = SimpleNamespace(kernels=reference_kernels("tests"))
+    with other_way("argmax", decoder):
+        assert model.kernels.argmax is argmax_gpu
+    assert model.kernels.argmax is argmax
+    with other_way("mixed", decoder):
+        assert {gpu.row_shape(d).rows for d in (128, 7168, 12288)} == {4, 8}
+    with other_way("enter", decoder):
+        assert ComposedMLALayer.enter is MLALayerAlone.enter
+    assert ComposedMLALayer.enter is not MLALayerAlone.enter
     assert not decoder.overlaps
     assert (gpu.ROW, gpu.is_row) == (usual, takes)
     assert not dependent._joined.get()

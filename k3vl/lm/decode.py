@@ -182,6 +182,7 @@ class _Size:
         self.inputs = inputs = StepInputs(model, cache, size)
         self.wishes = Wishes(size, model.config.vocab_size, cache.buffer.device)
         self.runner = runner
+        self.largest = model.kernels.argmax
         # Not of ``self``: who holds what is recorded would be held by it, the old weights as well.
         self.forward = runner.make(lambda: model(inputs.batch(), cache))
         self.samplings: dict[SamplingPlan, _Sampling] = {}
@@ -204,9 +205,9 @@ class _Size:
         asks = [GREEDY if chooser is None else chooser.ask() for chooser in by_row]
         plan = SamplingPlan.of(asks)
         if plan not in self.samplings:
-            params, bits = self.wishes.params, self.wishes.bits
+            params, bits, largest = self.wishes.params, self.wishes.bits, self.largest
             self.samplings[plan] = _Sampling(
-                self.runner, lambda: sample(logits, params, bits, plan, token_ids)
+                self.runner, lambda: sample(logits, params, bits, plan, token_ids, largest)
             )
         self.wishes.fill(asks, plan, turn)
         return _Recorded(self.samplings[plan].launch(turn), asks, by_row, token_ids)

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from k3vl.errors import RequestError
+from k3vl.kernels.argmax import argmax
 from k3vl.types import TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from k3vl.types import SamplingParams
 
@@ -215,6 +216,7 @@ def sample(
     bits: torch.Tensor | None,
     plan: SamplingPlan,
     into: torch.Tensor | None = None,
+    largest: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = argmax,
 ) -> torch.Tensor:
     """Choose a token from every row; nothing waits for the device.
 
@@ -226,6 +228,7 @@ def sample(
         bits: [B, ceil(vocab / 32)] int32, lowest bit first; unused without masks.
         plan: what to do.
         into: [B] int64, where the tokens are left in any case.
+        largest: :func:`k3vl.kernels.argmax.argmax`.
 
     Returns:
         [B] int64 tokens; or, with log-probabilities, [B, 2 + 2 n] float64: the token, its own, the
@@ -235,7 +238,7 @@ def sample(
     if plan.masked:
         assert bits is not None
         allowed = logits.masked_fill(~_unpack(bits, logits.shape[-1]), float("-inf"))
-    ids = torch.argmax(allowed, -1, out=into)
+    ids = largest(allowed, into)
     if plan.drawn:
         assert params is not None
         ids = torch.where(params[:, 0] > 0, _draw(allowed, params), ids)

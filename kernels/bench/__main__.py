@@ -34,6 +34,7 @@ from k3vl.kernels.bench.kda_cases import (
 )
 from k3vl.kernels.bench.linear_cases import row_cases
 from k3vl.kernels.bench.moe_cases import (
+    combine_cases,
     glu_cases,
     layer_cases,
     moe_cases,
@@ -61,6 +62,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "row_linear": row_cases,
     "route": route_cases,
     "plan_experts": plan_cases,
+    "combine": combine_cases,
     "situ_glu": glu_cases,
     "moe_experts": moe_cases,
     "latent_moe": layer_cases,

@@ -15,10 +15,12 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.beside import LatentMoEBeside
+from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
+from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.few import Few, FewShapes
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
+    combine,
     moe_experts_mxfp4_gpu,
     plan_gpu,
     plan_many_gpu,
@@ -29,6 +31,7 @@ from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.moe.plan import FINE_WIDTHS, FULL, SMALL_FULL, SMALL_WIDTHS, WIDTHS
 from k3vl.kernels.moe.separate import separate_products
+from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -225,10 +228,20 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
-            variants={"one stream": partial(ComposedLatentMoE.__call__, ours, x, weights)}
+            variants={
+                name: partial(layer.__call__, ours, x, weights) for name, layer in _LAYERS.items()
+            }
             if tokens == 1
             else {},
+            compared=True,
         )
+
+
+_LAYERS: dict[str, type[ComposedLatentMoE[Any]]] = {
+    "one stream": ComposedLatentMoE,
+    "chain": LatentMoEChain,
+    "routed first": LatentMoERoutedFirst,
+}
 
 
 def _widened(weights: MoEWeights[Mxfp4Experts]) -> MoEWeights[Mxfp4Experts]:
@@ -288,6 +301,31 @@ def glu_cases() -> Iterator[Case]:
             flops=30 * tokens * inner,
             peers={"PyTorch": partial(_SITU, gate_up)},
         )
+
+
+def combine_cases() -> Iterator[Case]:
+    """Sum and norm behind the products."""
+    norm = normal(_L).abs() + 0.5
+    for tokens in (1, 32, 512, 8192):
+        y, out = normal(tokens * _K, _L), normal(tokens, _L)
+        weights = torch.rand(tokens, _K, device="cuda")
+        ours = partial(combine, y, weights, norm, 1e-5, out)
+        yield Case(
+            op="combine",
+            shape=f"T{tokens}, {_K} outputs a token",
+            ours=ours,
+            want=partial(_summed, y, weights, norm),
+            limit=8e-3,
+            bytes=2 * (tokens + 1) * _K * _L,
+            flops=2 * tokens * _K * _L,
+            variants={f"at once, {warps} warps": partial(ours, warps=warps) for warps in (8, 16)},
+            compared=True,
+        )
+
+
+def _summed(y: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    total = torch.bmm(weights.unsqueeze(1), y.float().unflatten(0, weights.shape)).squeeze(1)
+    return rms_norm(total, norm.float(), 1e-5)
 
 
 def plan_cases() -> Iterator[Case]:

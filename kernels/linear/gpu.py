@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.gated_mlp import glu_linear
 from k3vl.kernels.linear import check_shapes
-from k3vl.kernels.linear.row_kernel import row_linear_kernel
+from k3vl.kernels.linear.row_kernel import row_linear_kernel, row_pair_kernel
 from k3vl.kernels.situ import SituGLU, caps
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -46,6 +46,12 @@ class RowShape(NamedTuple):
 
 
 ROW = RowShape(rows=8, columns=512, warps=2)
+
+
+def row_shape(width: int) -> RowShape:
+    """How products of inputs so wide are laid out; alike, as yet."""
+    del width
+    return ROW
 
 
 def linear_gpu(
@@ -126,9 +132,7 @@ def row_linear(
         shape: for measurements.
     """
     rows, d = weight.shape
-    shape = shape or ROW
-    columns = min(shape.columns, d & -d)
-    early = begins_early(x)
+    shape = shape or row_shape(d)
     other, count = (weight, 0) if second is None else (second, second.shape[0])
     glu = activation is not None
     blocks = triton.cdiv(rows, shape.rows) + (0 if glu else triton.cdiv(count, shape.rows))
@@ -143,15 +147,59 @@ def row_linear(
         rows,
         count,
         D=d,
-        BN=shape.rows,
-        BK=columns,
-        AHEAD=min(shape.ahead, d * x.element_size()) // 128 * 128 if early else 0,
-        STAGES=shape.stages,
         ONTO=onto,
         GLU=glu,
         SITU=isinstance(activation, SituGLU),
-        PDL=early,
-        num_warps=min(shape.warps, max(1, columns // 256)),
-        launch_pdl=early,
+        **launch_options(shape, x, d),
     )
     return out
+
+
+def row_pair(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    other: torch.Tensor,
+    second: torch.Tensor,
+    onto: torch.Tensor | None,
+) -> torch.Tensor:
+    """The sum of two products of one row each, in one launch and rounded once.
+
+    Args:
+        x: [1, D], and weight: [O, D].
+        other: [1, L], and second: [O, L], all in one dtype.
+        onto: [1, O], which it is added to in place; None: a new one.
+
+    Returns:
+        [1, O]; ``onto`` itself where it is given.
+    """
+    rows, d = weight.shape
+    shape = row_shape(d)
+    out = x.new_empty(1, rows) if onto is None else onto
+    row_pair_kernel[(triton.cdiv(rows, shape.rows),)](
+        x,
+        weight,
+        other,
+        second,
+        out,
+        rows,
+        D=d,
+        L=second.shape[1],
+        ONTO=onto is not None,
+        **launch_options(shape, x, d, second.shape[1]),
+    )
+    return out
+
+
+def launch_options(shape: RowShape, x: torch.Tensor, *widths: int) -> dict[str, int | bool]:
+    """Of a kernel over rows of matrices so wide, whose input is ``x``."""
+    columns = min(shape.columns, *(d & -d for d in widths))
+    early = begins_early(x)
+    return {
+        "BN": shape.rows,
+        "BK": columns,
+        "AHEAD": min(shape.ahead, min(widths) * x.element_size()) // 128 * 128 if early else 0,
+        "STAGES": shape.stages,
+        "PDL": early,
+        "num_warps": min(shape.warps, max(1, columns // 256)),
+        "launch_pdl": early,
+    }

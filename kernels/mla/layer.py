@@ -233,12 +233,7 @@ class ComposedMLALayer:
     ) -> torch.Tensor:
         """See :class:`MLALayerOp`."""
         w, attend = weights, self.attend
-        q, c, k_shared, gate = self.linear(x, w.in_proj).split(w.splits, dim=-1)
-        if w.q_norm is not None and w.q_b is not None:
-            q = self.linear(self.rms_norm(q, w.q_norm, w.eps), w.q_b)
-        q = q.unflatten(-1, (w.kv_b.shape[0], -1))
-        attend.store(c, k_shared, w.kv_norm, w.eps, latents, sequences.cache_rows)
-
+        q, gate = self.enter(x, w, latents, sequences)
         counts = (sequences.num_decodes, *sequences.prefill_lens)
         gates = gate.split(counts) if w.splits[3] else (None,) * len(counts)
         outputs = []
@@ -258,6 +253,21 @@ class ComposedMLALayer:
             )
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.linear(out, w.o_proj, onto=onto)
+
+    def enter(
+        self,
+        x: torch.Tensor,
+        weights: MLALayerWeights,
+        latents: torch.Tensor,
+        sequences: Sequences,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to attention: queries [N, H, M + P] and gates [N, H V]; new latents are stored."""
+        w = weights
+        q, c, k_shared, gate = self.linear(x, w.in_proj).split(w.splits, dim=-1)
+        if w.q_norm is not None and w.q_b is not None:
+            q = self.linear(self.rms_norm(q, w.q_norm, w.eps), w.q_b)
+        self.attend.store(c, k_shared, w.kv_norm, w.eps, latents, sequences.cache_rows)
+        return q.unflatten(-1, (w.kv_b.shape[0], -1)), gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

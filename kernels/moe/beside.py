@@ -46,6 +46,38 @@ class LatentMoEBeside(ComposedLatentMoE[E]):
             return self.back(total, weights, both)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentMoERoutedFirst(ComposedLatentMoE[E]):
+    """The same with the routed experts on a stream whose programs get room before the others'.
+
+    On equal terms shared experts, whose programs come first, keep those of the routed ones from
+    multiprocessors, and these fetch their weights in small pieces.
+    """
+
+    def __call__(
+        self, x: torch.Tensor, weights: MoEWeights[E], onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`LatentMoEOp`."""
+        if x.shape[0] != 1 or x.device.type != "cuda":
+            return ComposedLatentMoE.__call__(self, x, weights, onto)
+        check_shapes(x, weights)
+        here, first = torch.cuda.current_stream(x.device), _urgent_stream(x.device)
+        logits, latent = self.front(x, weights.router, weights.down)
+        first.wait_stream(here)
+        # What crosses streams is used again only behind a wait of either stream for the other.
+        with torch.cuda.stream(first), after_all():
+            total = self.routed(logits, latent, weights)
+        with after_all():
+            both = self.gated_mlp(x, weights.shared, onto)
+            here.wait_stream(first)
+            return self.back(total, weights, both)
+
+
+@lru_cache
+def _urgent_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
 @lru_cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return own_stream(device)

@@ -10,10 +10,10 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 """
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="assignment, union-attr"
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 
@@ -265,25 +265,36 @@ def down_mxfp4_kernel(
 
 @triton.jit
 def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.constexpr,
-                   NORM: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   NORM: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
     """Sum of a token's K outputs by their weights, rounded, then RMSNorm; one program a token.
 
-    y [N K, WIDTH]; weights [N, K] float32; norm [WIDTH]; out [N, WIDTH].
+    y [N K, WIDTH]; weights [N, K] float32; norm [WIDTH]; out [N, WIDTH]. AT_ONCE: all outputs are
+    asked for before the first is used, in registers of their own.
     """
     n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
-    if OVERLAP:
-        gdc_wait()
-    for j in tl.static_range(K):  # in a loop a load would wait for the one before
-        row = tl.load(y + (n * K + j) * WIDTH + o_d, live, 0).to(tl.float32)
-        total += tl.load(weights + n * K + j) * row
+    scales = tl.load(norm + o_d, live, 0) if NORM else 0
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    y += n * K * WIDTH + o_d
+    weights += n * K
+    rows = ()
+    if AT_ONCE:
+        for j in tl.static_range(K):
+            rows = rows + (tl.load(y + j * WIDTH, live, 0),)  # noqa: RUF005
+        # Or the assembler puts each load behind the use of the one before.
+        tl.debug_barrier()
+    for j in tl.static_range(K):
+        row = rows[j] if AT_ONCE else tl.load(y + j * WIDTH, live, 0)
+        total += tl.load(weights + j) * row.to(tl.float32)
     total = total.to(out.dtype.element_ty)  # the reference rounds the sum before its norm
     if NORM:
         wide = total.to(tl.float32)
         rms = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
-        total = (wide * rms * tl.load(norm + o_d, live, 0).to(tl.float32)).to(total.dtype)
+        total = (wide * rms * scales.to(tl.float32)).to(total.dtype)
     tl.store(out + n * WIDTH + o_d, total, live)
 
 
@@ -331,18 +342,15 @@ def route_kernel(
 
 
 @triton.jit
-def route_sorted_kernel(
-    logits, bias, weights, experts, scale,
+def choose_sorted(
+    logits, bias, weights, experts, scale, n,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``route_kernel`` by a sorting network: many threads, few steps.
+    """Choices of token ``n`` by a sorting network: many threads, few steps.
 
     KP, a power of two, is 2 at least: Triton 3.6's ``topk`` does not compile for one.
     """
-    let_next_begin(PDL)
-    wait_for_inputs(PDL)
-    n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
     score = 1 / (1 + tl.exp(-tl.load(logits + n * E + o_e, live, 0)))
@@ -359,6 +367,19 @@ def route_sorted_kernel(
         weight = weight / (tl.sum(weight) + 1e-20)
     tl.store(weights + n * K + o_k, weight * scale, wanted)
     tl.store(experts + n * K + o_k, chosen, wanted)
+
+
+@triton.jit
+def route_sorted_kernel(
+    logits, bias, weights, experts, scale,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``route_kernel`` by a sorting network."""
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    choose_sorted(logits, bias, weights, experts, scale, n, E, K, KP, RENORMALISE, BLOCK)
 
 
 @triton.jit

@@ -65,6 +65,9 @@ On an H200 8 + 0.015 us a token, and 12 to 14 + 0.007.
 JOINED_PAIRS = 8
 """From so many pairs an expert on, one product a step."""
 
+AT_ONCE_TOKENS, AT_ONCE_WARPS = 0, 16
+"""Up to so many tokens their outputs are asked for before the first is added; not timed yet."""
+
 DENSE = Block(features=64, step=32, warps=4, stages=3)
 
 
@@ -214,12 +217,12 @@ def moe_experts_mxfp4_gpu(
     if few is not None:
         tiles = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
         outputs = few_products(x, tiles, stored, activation, top_k, few)
-        _combine(outputs, weights, norm, eps, out, overlap=True)
+        combine(outputs, weights, norm, eps, out, overlap=True)
         return out
     if products is None:
         products = joined_products if many and can_join(stored, pairs) else separate_products
     tiles = plan(experts, stored.count)
-    _combine(products(x, tiles, stored, activation, top_k), weights, norm, eps, out)
+    combine(products(x, tiles, stored, activation, top_k), weights, norm, eps, out)
     return out
 
 
@@ -259,7 +262,7 @@ def moe_experts_gpu(
         down_dense_kernel[(triton.cdiv(latent, DENSE.features), tiles.expert.numel())](
             hidden, stored.w2, *plan.lists(width), outputs, INNER=inner, WIDTH=latent, **shape,
         )  # fmt: skip
-    _combine(outputs, weights, norm, eps, out)
+    combine(outputs, weights, norm, eps, out)
     return out
 
 
@@ -274,7 +277,7 @@ def _dense_shape(width: int) -> dict[str, int]:
     }
 
 
-def _combine(
+def combine(
     outputs: torch.Tensor,
     weights: torch.Tensor,
     norm: torch.Tensor | None,
@@ -282,12 +285,27 @@ def _combine(
     out: torch.Tensor,
     *,
     overlap: bool = False,
-) -> None:
-    """``overlap``: start while the launch before ends, which must have allowed it."""
+    warps: int | None = None,
+) -> torch.Tensor:
+    """Every token's sum of its outputs by their weights, rounded, and its norm.
+
+    Args:
+        outputs: [N k, L] by pair.
+        weights: [N, k] float32.
+        norm, eps: [L] and its epsilon; None for no norm.
+        out: [N, L], filled and returned.
+        overlap: start while the launch before ends, which must have allowed it.
+        warps: of a token whose outputs are asked for at once; 0: they are not; None: by their
+            number. The bits are the same.
+    """
     tokens, latent = out.shape
+    if warps is None:
+        warps = AT_ONCE_WARPS if tokens <= AT_ONCE_TOKENS else 0
     options = {"launch_pdl": True} if overlap else {}
     combine_kernel[(tokens,)](
         outputs, weights, norm, out, eps,
         WIDTH=latent, K=weights.shape[1], NORM=norm is not None, OVERLAP=overlap,
-        BLOCK=triton.next_power_of_2(latent), num_warps=8 if latent > 1024 else 4, **options,
+        AT_ONCE=warps > 0, BLOCK=triton.next_power_of_2(latent),
+        num_warps=warps or (8 if latent > 1024 else 4), **options,
     )  # fmt: skip
+    return out

@@ -10,15 +10,17 @@ from functools import partial
 
 import torch
 
-from k3vl.kernels.choice import triton_kernels
+from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import moe_experts, route, router_logits
-from k3vl.kernels.moe.beside import LatentMoEBeside
+from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
+from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.few import ALONE, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
+    combine,
     moe_experts_gpu,
     moe_experts_mxfp4_gpu,
     plan_gpu,
@@ -40,6 +42,7 @@ from k3vl.kernels.moe.plan import (
 )
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
+from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
 
@@ -254,30 +257,76 @@ def check_one_token_of_no_numbers() -> None:
         assert torch.equal(got, want), f"{name}: neighbours of NaN"
 
 
-def check_beside() -> None:
-    """A token whose shared experts run on a second stream gets the same; recorded, too."""
-    latent, width, inner, experts = 512, 256, 512, 8
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE) / shape[-1] ** 0.5
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=DEVICE).to(DTYPE) / shape[-1] ** 0.5
 
-    weights = MoEWeights(
-        router=normal(experts, width), router_bias=torch.zeros(experts, device=DEVICE),
-        down=normal(latent, width), experts=stored(experts, latent, inner), norm=None,
-        up=normal(width, latent), shared_gate_up=normal(2 * inner, width),
-        shared_down=normal(width, inner), activation=SITU, top_k=4, renormalise=True, scale=1.0,
-        eps=1e-5,
+def layer_weights(
+    width: int, latent: int, inner: int, shared: int, experts: int, top_k: int,
+    activation: GatedActivation = SITU,
+) -> MoEWeights[Mxfp4Experts]:  # fmt: skip
+    return MoEWeights(
+        router=normal(experts, width), router_bias=torch.randn(experts, device=DEVICE) * 0.1,
+        down=normal(latent, width), experts=stored(experts, latent, inner),
+        norm=normal(latent).abs() + 0.5, up=normal(width, latent),
+        shared_gate_up=normal(2 * shared, width), shared_down=normal(width, shared),
+        activation=activation, top_k=top_k, renormalise=top_k > 1, scale=1.5, eps=1e-5,
     )  # fmt: skip
-    layer = triton_kernels("checked").latent_moe_mxfp4
-    assert isinstance(layer, LatentMoEBeside)
-    x, other = normal(1, width), normal(1, width)
-    want = [ComposedLatentMoE.__call__(layer, given, weights) for given in (x, other)]
+
+
+def check_layer(weights: MoEWeights[Mxfp4Experts], tokens: int = 1) -> None:
+    """A token's whole layer in every order of its launches, onto something or nothing."""
+    composed = triton_kernels("checked").latent_moe_mxfp4
+    x = normal(tokens, weights.router.shape[1]) * 3
+    wide = {
+        name: getattr(weights, name).float()
+        for name in ("router", "down", "up", "norm", "shared_gate_up", "shared_down")
+    }
+    want = reference_kernels("checks").latent_moe_mxfp4(x.float(), replace(weights, **wide))
+    for layer in (LatentMoEChain, LatentMoEBeside, LatentMoERoutedFirst):
+        for onto in (None, torch.randn_like(x)):
+            base = 0 if onto is None else onto.clone()
+            got = layer.__call__(composed, x, weights, onto)
+            assert onto is None or got is onto
+            error = float((got.float() - want - base).norm() / (want + base).norm())
+            assert error < LIMIT, f"{layer.__name__}: {error:.2e}"
+
+
+def check_combine() -> None:
+    """Asked for at once or one after the other: the same sums, to the bit."""
+    for tokens, top_k, latent in ((1, 16, 3584), (3, 5, 48), (2, 1, 512)):
+        y = normal(tokens * top_k, latent)
+        weights, norm = torch.rand(tokens, top_k, device=DEVICE), normal(latent)
+        for given in (norm, None):
+            some = [
+                combine(y, weights, given, 1e-5, torch.full_like(y[:tokens], float("nan")), warps=w)
+                for w in (0, 8, 16)
+            ]
+            want = (weights[:, :, None] * y.view(tokens, top_k, -1)).sum(1)
+            want = want if given is None else rms_norm(want.to(DTYPE).float(), given.float(), 1e-5)
+            assert float((some[0] - want).norm() / want.norm()) < LIMIT
+            if given is None:
+                assert torch.equal(some[0], some[1])
+                assert torch.equal(some[0], some[2])
+            # the norm's sum goes over warps
+            assert float((some[2] - some[0]).norm() / some[0].norm()) < LIMIT / 4
+
+
+def check_recorded(layer: type[ComposedLatentMoE], *, other_sums: bool) -> None:
+    """A token gets the same bits each time, launched, recorded and replayed."""
+    weights = layer_weights(256, 512, 512, 512, 8, 4)
+    composed = triton_kernels("checked").latent_moe_mxfp4
+    run = partial(layer.__call__, composed)
+    x, other = normal(1, 256), normal(1, 256)
+    plain = run if other_sums else partial(ComposedLatentMoE.__call__, composed)
+    want = [plain(given, weights) for given in (x, other)]
+    name = layer.__name__
     for _ in range(20):
-        assert torch.equal(layer(x, weights), want[0]), "beside: other numbers"
-    again = GraphRunner().make(lambda: layer(x, weights))
-    assert torch.equal(again(), want[0]), "beside: recorded"
+        assert torch.equal(run(x, weights), want[0]), f"{name}: other numbers"
+    again = GraphRunner().make(lambda: run(x, weights))
+    assert torch.equal(again(), want[0]), f"{name}: recorded"
     x.copy_(other)
-    assert torch.equal(again(), want[1]), "beside: replayed"
+    assert torch.equal(again(), want[1]), f"{name}: replayed"
 
 
 def check_few_recorded() -> None:
@@ -312,6 +361,10 @@ def check_odd() -> None:
     check_experts(40, (3, 256, 128), 2, True, SiluGLU())
     check_experts(150, (2, 128, 256), 1, True, SITU)
     check_ways(150, (5, 128, 128), 2)
+    check_combine()
+    check_layer(layer_weights(64, 32, 96, 48, 5, 2))
+    check_layer(layer_weights(32, 64, 32, 40, 3, 1, SiluGLU()))
+    check_layer(layer_weights(48, 32, 32, 16, 7, 7), tokens=2)
 
 
 def check_few() -> None:
@@ -321,12 +374,16 @@ def check_few() -> None:
     check_experts(3, (5, 256, 512), 2, False, SITU)
     check_experts(40, (20, 512, 256), 2, True, SiluGLU())  # beside one that has wider tiles
     if "small" not in sys.argv[3:]:
-        check_beside()
+        check_recorded(LatentMoEBeside, other_sums=False)
+        check_recorded(LatentMoERoutedFirst, other_sums=False)
+        check_recorded(LatentMoEChain, other_sums=True)
         check_few_recorded()
 
 
 def check_large() -> None:
     check_experts(150, (40, 256, 512), 2, True, SITU)
+    check_layer(layer_weights(256, 512, 512, 512, 40, 16))
+    check_layer(layer_weights(7168, 3584, 3072, 6144, 40, 16))
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)
     check_ways(3000, (400, 512, 384), 16)  # some 120 pairs an expert

@@ -6,14 +6,29 @@ is compiled, and what is recorded. Usage: row_check.py DEVICE [small]
 """
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.argmax import argmax
+from k3vl.kernels.argmax.gpu import argmax_gpu
+from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.dependent import after_all, begins_early
 from k3vl.kernels.gated_mlp import glu_linear
-from k3vl.kernels.linear.gpu import RowShape, front_gpu, glu_linear_gpu, linear_gpu, row_linear
+from k3vl.kernels.linear.gpu import (
+    RowShape,
+    front_gpu,
+    glu_linear_gpu,
+    linear_gpu,
+    row_linear,
+    row_pair,
+)
+from k3vl.kernels.mla.alone import MLALayerAlone
 from k3vl.kernels.mla.gpu import mla_absorb, mla_gate
+from k3vl.kernels.mla.layer import MLALayerWeights
 from k3vl.kernels.mla.reference import mla_absorb_reference
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm.gpu import rms_norm as rms_norm_gpu
@@ -65,6 +80,61 @@ def check_products(dtype: torch.dtype) -> None:
         assert (logits.dtype, latent.dtype) == (torch.float32, dtype)
         close(f"{what} latent", latent, want, dtype)
         close(f"{what} logits", logits, x.double() @ other.double().mT, torch.float32)
+
+
+def check_pairs(dtype: torch.dtype) -> None:
+    """Two products in one launch, onto something or nothing."""
+    for rows, d, latent in ((1, 16, 48), (23, 512, 128), (40, 1536, 3584)):
+        x, other = normal(1, d, dtype=dtype), normal(1, latent, dtype=dtype)
+        w, second = normal(rows, d, dtype=dtype), normal(rows, latent, dtype=dtype)
+        want = x.double() @ w.double().mT + other.double() @ second.double().mT
+        close(f"pair {rows}", row_pair(x, w, other, second, None), want, dtype)
+        onto = normal(1, rows, dtype=dtype)
+        base = onto.double()
+        assert row_pair(x, w, other, second, onto) is onto
+        close(f"pair {rows} onto", onto, want + base, dtype)
+
+
+def check_enter(dtype: torch.dtype) -> None:
+    """A token's queries, gate and cache row in one launch; one that pads writes nothing."""
+    rank, latent, part, heads, width = 48, 20, 5, 3, 64
+    splits = (rank, latent, part, heads * 8)
+    w = MLALayerWeights(
+        splits=splits, in_proj=normal(sum(splits), width, dtype=dtype),
+        q_norm=normal(rank, dtype=dtype), q_b=normal(heads * (16 + part), rank, dtype=dtype),
+        kv_norm=normal(latent, dtype=dtype), kv_b=normal(heads, 24, latent, dtype=dtype),
+        o_proj=normal(width, heads * 8, dtype=dtype), scale=1.0, eps=1e-5,
+    )  # fmt: skip
+    x = normal(1, width, dtype=dtype)
+    exact = reference_kernels("checks").mla
+    wide = {n: getattr(w, n).double() for n in ("in_proj", "q_norm", "q_b", "kv_norm")}
+    for row in (2, -1):
+        where: Any = SimpleNamespace(cache_rows=torch.tensor([row], device=DEVICE))
+        latents = torch.full((4, latent + part), 7.0, dtype=dtype, device=DEVICE)
+        cache = latents.double()
+        want = exact.enter(x.double(), replace(w, **wide), cache, where)
+        got = MLALayerAlone.enter(triton_kernels("checks").mla, x, w, latents, where)
+        for name, a, b in zip(("queries", "gate"), got, want, strict=True):
+            assert a.shape == b.shape
+            close(f"enter {name}", a, b, dtype)
+        close("enter, cache", latents, cache, dtype)
+        assert (latents[[0, 1, 3]] == 7).all()
+        assert (latents[2] == 7).all() == (row < 0)
+
+
+def check_argmax(_: torch.dtype) -> None:
+    """The first of equal values, whatever their place; what is not a number is the largest."""
+    for rows, width in ((1, 5), (3, 64), (2, 1000)):
+        x = torch.randn(rows, width, device=DEVICE)
+        into = torch.full((rows,), -1, device=DEVICE)
+        assert argmax_gpu(x, into, block=64) is into
+        assert torch.equal(into, argmax(x))
+        x[:] = x.clamp(max=0.3)
+        assert torch.equal(argmax_gpu(x, block=64), (x == x.amax(1, keepdim=True)).int().argmax(1))
+        x[:] = float("-inf")
+        assert (argmax_gpu(x, block=64) == 0).all()
+        x[:, width - 2] = NAN
+        assert (argmax_gpu(x, block=64) == width - 2).all()
 
 
 def check_more_rows(dtype: torch.dtype) -> None:
@@ -133,10 +203,16 @@ def check_chains() -> None:
         assert torch.equal(again(), want), "early launches, recorded: other numbers"
 
 
+CHECKS = (
+    check_argmax, check_products, check_pairs, check_enter, check_more_rows, check_norms,
+    check_absorb, check_gate,
+)  # fmt: skip
+
+
 def main() -> None:
     torch.manual_seed(1)
     for dtype in DTYPES:
-        for check in (check_products, check_more_rows, check_norms, check_absorb, check_gate):
+        for check in CHECKS:
             check(dtype)
             sys.stdout.write(f"{check.__name__} {dtype}\n")
     if ON_GPU and not SMALL:

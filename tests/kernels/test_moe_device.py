@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 from k3vl.kernels.choice import triton_kernels
 from k3vl.kernels.moe import gpu, joined
+from k3vl.kernels.moe.beside import LatentMoEBeside
+from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.few import SHAPES
 from k3vl.kernels.moe.gpu import FEW_PAIRS, SORTED_TOKENS, moe_experts_mxfp4_gpu
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
@@ -52,6 +54,28 @@ def test_the_layer_keeps_the_device_fed(tokens: int, form: str) -> None:
         # A token's projections: both in front, gates and ups with their activation, down, up.
         **({"row_linear_kernel": 4} if tokens == 1 else {"glu_kernel": 1}),
     }
+
+
+def test_launches_of_a_token_in_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice beside gates and ups, both products of the end in one; router and latent, too."""
+    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
+    monkeypatch.setattr(LatentMoEBeside, "__call__", LatentMoEChain.__call__)
+    activation = SituGLU(beta=4.0, linear_beta=25.0)
+    layer = LatentMoE(
+        K3, activation, triton_kernels("tests"), form="mxfp4", router=torch.bfloat16,
+        dtype=torch.bfloat16, device=META,
+    ).requires_grad_(False)  # fmt: skip
+    x = torch.empty(1, K3.hidden_size, dtype=torch.bfloat16, device=META)
+    with torch.inference_mode(), device_only() as launches:
+        assert layer(x).shape == x.shape
+    assert [launch.kernel for launch in launches] == [
+        "row_linear_kernel",
+        "route_and_glu_kernel",
+        "gate_up_few_kernel",
+        "down_few_kernel",
+        "combine_kernel",
+        "row_pair_kernel",
+    ]
 
 
 def test_a_step_without_tokens_launches_nothing_over_experts() -> None:
