@@ -26,6 +26,13 @@ class ClusterShape(NamedTuple):
     warps: int = 4
 
 
+class SpreadShape(NamedTuple):
+    """Multiprocessors of a token and warps of each, both of the lists in ``spread_kernel.py``."""
+
+    multiprocessors: int
+    warps: int
+
+
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
     """Whether shapes and layout fit: bf16, at most 16 rows, widths and addresses of whole loads."""
     where = (*rows.stride()[:2], rows.storage_offset())
@@ -47,7 +54,7 @@ def cluster_mix(
     norm_weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    shape: ClusterShape,
+    shape: ClusterShape | SpreadShape,
     *,
     early: bool,
     launch: Callable[..., None] | None = None,
@@ -60,7 +67,17 @@ def cluster_mix(
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
     constants = {"D": width, "R": depth, "CLUSTER": shape.multiprocessors, "PDL": early}
-    from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
+    if isinstance(shape, SpreadShape):
+        from k3vl.kernels.attn_residual.spread_kernel import (
+            attn_residual_spread_kernel as kernel,
+        )
+        from k3vl.kernels.attn_residual.spread_kernel import place_of
+
+        constants |= {"WARPS": shape.warps, "SHAPE": place_of(*shape)}
+    else:
+        from k3vl.kernels.attn_residual.cluster_kernel import (
+            attn_residual_cluster_kernel as kernel,
+        )
 
     if launch is not None:
         launch(kernel, (tokens, 1, 1), *args, **constants)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_mix, cluster_takes
+from k3vl.kernels.attn_residual.hopper import (
+    ClusterShape,
+    SpreadShape,
+    cluster_mix,
+    cluster_takes,
+)
 from tests.kernels.ptx_on_cpu import Cluster
 
 NAN = float("nan")
@@ -23,13 +28,22 @@ def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
 
 
 STAND_INS = {
-    "open_room": lambda _: None,
+    "open_room": lambda *_: None,
     "join_chain": lambda x: x,
     "exchange": exchange,
     "fold": fold,
     "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
     "other_half": lambda x: x.roll(16, -1),
 }
+
+
+SHAPES = (
+    (ClusterShape(8, 4), False),
+    (ClusterShape(4, 8), True),
+    (SpreadShape(8, 4), True),
+    (SpreadShape(8, 2), False),
+    (SpreadShape(2, 8), True),
+)
 
 
 def exactly(rows: torch.Tensor, query: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -53,7 +67,7 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
     rows.copy_(torch.randn(depth, tokens, width))
     assert cluster_takes(rows, query, norm) is (dtype == torch.bfloat16)
     want = exactly(rows.double(), query.double(), norm.double())
-    for shape, early in ((ClusterShape(8, 4), False), (ClusterShape(4, 8), True)):
+    for shape, early in SHAPES:
         out = torch.full((tokens, width), NAN).to(dtype)
         cluster_mix(rows, query, norm, 1e-5, out, shape, early=early, launch=on_cpu)
         assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
@@ -94,3 +108,33 @@ def test_exchanges_give_all_threads_the_sums_of_their_lanes(multiprocessors: int
         sums = cluster.run(text, room, x)
         assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
     assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024
+
+
+@pytest.mark.parametrize(("multiprocessors", "warps"), [(2, 8), (4, 4), (4, 8), (8, 2)])
+def test_two_levels_give_all_threads_the_sums_of_their_lanes(
+    multiprocessors: int, warps: int
+) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.spread_kernel import EXCHANGES, OPEN, place_of
+
+    threads = multiprocessors * warps * 32
+    cluster = Cluster(multiprocessors, warps * 32)
+    place = place_of(multiprocessors, warps)
+    room = cluster.run(OPEN.value[place], [0] * threads)
+    for text in EXCHANGES.value[2 * place :][:2]:
+        x = [float(i) for i in torch.randint(0, 100, (threads,))]
+        sums = cluster.run(text, room, x)
+        assert sums == [sum(x[i % 32 :: 32]) for i in range(threads)]
+
+
+def test_layouts_are_those_of_their_place() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.spread_kernel import COLUMNS_OF, LANES_OF, place_of
+
+    for multiprocessors, warps in ((2, 8), (4, 4), (8, 2)):
+        columns = COLUMNS_OF.value[place_of(multiprocessors, warps)]
+        assert columns.warps_per_cta == [1, warps, 1, 1]
+        assert 2 ** len(columns.cga_layout) == multiprocessors
+        assert LANES_OF.value[place_of(multiprocessors, warps)].parent == columns
+    with pytest.raises(ValueError, match="not in"):
+        place_of(8, 3)
