@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from k3vl.errors import ShapeError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,10 +29,14 @@ class ClusterShape(NamedTuple):
 
 
 class SpreadShape(NamedTuple):
-    """Multiprocessors of a token and warps of each, both of the lists in ``spread_kernel.py``."""
+    """Multiprocessors of a token and warps of each, both of the lists in ``spread_kernel.py``.
+
+    ``staged``: rows lie in shared memory and not in registers.
+    """
 
     multiprocessors: int
     warps: int
+    staged: bool = False
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -63,6 +69,9 @@ def cluster_mix(
 
     ``early``: see ``dependent.py``. ``launch`` takes kernel, grid and arguments; None starts it on
     the device.
+
+    Raises:
+        ShapeError: rows that are to lie in shared memory have no room there.
     """
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
@@ -71,9 +80,11 @@ def cluster_mix(
         from k3vl.kernels.attn_residual.spread_kernel import (
             attn_residual_spread_kernel as kernel,
         )
-        from k3vl.kernels.attn_residual.spread_kernel import place_of
+        from k3vl.kernels.attn_residual.spread_kernel import MOST_STAGED, place_of, staged
 
-        constants |= {"WARPS": shape.warps, "SHAPE": place_of(*shape)}
+        if shape.staged and staged(depth, width, *shape[:2]) > MOST_STAGED:
+            raise ShapeError(f"attn_residual: {depth} rows of {width} are too many for {shape}")
+        constants |= {"WARPS": shape.warps, "SHAPE": place_of(*shape[:2]), "STAGED": shape.staged}
     else:
         from k3vl.kernels.attn_residual.cluster_kernel import (
             attn_residual_cluster_kernel as kernel,

@@ -2,7 +2,8 @@
 
 As ``cluster_kernel.py``, but rows are asked for before anything else is done, a multiprocessor adds
 its own warps' sums before it tells others, and threads may hold more columns: with two tokens on a
-multiprocessor it is their instructions that count.
+multiprocessor it is their instructions that count. Rows in shared memory are multiplied one after
+another as they come, which the assembler does not do with rows in registers.
 """
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
@@ -122,6 +123,74 @@ EXCHANGES = gl.constexpr(
 )
 
 
+MOST_STAGED = 86
+"""Eights of columns of a warp in ``stage_room``: with the other room under 48 KiB."""
+
+
+def _stage(count: int) -> str:
+    return f"""{{
+    .shared .align 16 .b8 stage[{512 * count}];
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    mov.u32 $0, stage;
+    mad.lo.u32 $0, thread, 16, $0;
+    }}"""
+
+
+def _take(left: int) -> str:
+    wait = "" if left < 0 else f"cp.async.wait_group {left}; "
+    return f"{{ {wait}ld.shared::cta.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+
+
+STAGE = gl.constexpr(tuple(_stage(max(count, 1)) for count in range(MOST_STAGED + 1)))
+TAKE = gl.constexpr(tuple(_take(left) for left in range(-1, 16)))
+BEGIN = gl.constexpr(
+    tuple(
+        f"{{ cp.async.cg.shared.global [$1], [$2], 16, $3; {commit}mov.u32 $0, 0; }}"
+        for commit in ("", "cp.async.commit_group; ")
+    )
+)
+
+
+@gluon.jit
+def stage_room(o_l, COUNT: gl.constexpr):
+    """Where a thread's first eight columns have room in shared memory; COUNT for each warp."""
+    return gl.inline_asm_elementwise(
+        STAGE[COUNT], "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def begin_eight(stage, pointer, size, SLOT: gl.constexpr, WARPS: gl.constexpr, LAST: gl.constexpr):
+    """Begin the copy of eight columns, or of zeros where ``size`` is 0; LAST of a row's."""
+    return gl.inline_asm_elementwise(
+        BEGIN[LAST],
+        "=r,r,l,r",
+        [stage + SLOT * WARPS * 512, pointer, size],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def take_eight(stage, SLOT: gl.constexpr, WARPS: gl.constexpr, LEFT: gl.constexpr):
+    """Eight columns of a thread, once at most LEFT rows are on their way; -1: they are here."""
+    return gl.inline_asm_elementwise(
+        TAKE[LEFT + 1],
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+        [stage + SLOT * WARPS * 512],
+        dtype=gl.bfloat16,
+        is_pure=False,
+        pack=8,
+    )
+
+
+def staged(rows: int, width: int, multiprocessors: int, warps: int) -> int:
+    """What ``stage_room`` is to have room for; MOST_STAGED at most."""
+    return rows * -(-width // (multiprocessors * warps * 256)) * warps
+
+
 def place_of(multiprocessors: int, warps: int) -> int:
     """In the tables above.
 
@@ -161,9 +230,12 @@ def attn_residual_spread_kernel(
     CLUSTER: gl.constexpr,
     WARPS: gl.constexpr,
     SHAPE: gl.constexpr,
+    STAGED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One cluster mixes the R rows of one token, all of them in registers.
+    """One cluster mixes the R rows of one token, all of them in registers or in shared memory.
+
+    ``STAGED``: in shared memory, where a thread finds what it has asked for, row after row.
 
     A tensor is [C, W, 32, 8], of multiprocessors, warps, lanes, and columns of a lane, which has
     such eights in several pieces; without the last, a number in every thread. ``SHAPE`` is the
@@ -188,11 +260,24 @@ def attn_residual_spread_kernel(
         live = (within < PART - p * PIECE)[:, :, :, None] & (o_e < 8)[None, None, None, :]
         inside = inside + (live,)  # noqa: RUF005
     x = ()
-    p_x = rows + i_n * s_token + o_d
-    for _ in gl.static_range(R):
-        for p in gl.static_range(PIECES):
-            x = x + (gl.load(p_x + p * PIECE, mask=inside[p], other=0.0),)  # noqa: RUF005
-        p_x = p_x + s_row
+    stage = within
+    if STAGED:
+        stage = stage_room(within, R * PIECES * WARPS)
+        p_first = rows + i_n * s_token + within + o_c[:, None, None] * PART
+        for r in gl.static_range(R):
+            for p in gl.static_range(PIECES):
+                size = gl.where(within < PART - p * PIECE, 16, 0)
+                begin_eight(
+                    stage, p_first + p * PIECE, size, r * PIECES + p, WARPS, p == PIECES - 1
+                )
+            p_first = p_first + s_row
+        stage = stage[:, :, :, None] + o_e[None, None, None, :] * 0
+    else:
+        p_x = rows + i_n * s_token + o_d
+        for _ in gl.static_range(R):
+            for p in gl.static_range(PIECES):
+                x = x + (gl.load(p_x + p * PIECE, mask=inside[p], other=0.0),)  # noqa: RUF005
+            p_x = p_x + s_row
     b_query = ()
     b_norm = ()
     for p in gl.static_range(PIECES):
@@ -206,7 +291,10 @@ def attn_residual_spread_kernel(
         product = gl.zeros([CLUSTER, WARPS, 32], gl.float32, LANES)
         square = gl.zeros_like(product)
         for p in gl.static_range(PIECES):
-            b_x = x[r * PIECES + p].to(gl.float32)
+            if STAGED:
+                b_x = take_eight(stage, r * PIECES + p, WARPS, R - 1 - r).to(gl.float32)
+            else:
+                b_x = x[r * PIECES + p].to(gl.float32)
             product += gl.sum(b_x * b_query[p], 3)
             square += gl.sum(b_x * b_x, 3)
         products = products + (product,)  # noqa: RUF005
@@ -224,7 +312,10 @@ def attn_residual_spread_kernel(
         total += weight
         more = ()
         for p in gl.static_range(PIECES):
-            b_x = x[r * PIECES + p].to(gl.float32)
+            if STAGED:
+                b_x = take_eight(stage, r * PIECES + p, WARPS, -1).to(gl.float32)
+            else:
+                b_x = x[r * PIECES + p].to(gl.float32)
             more = more + (mixed[p] + weight[:, :, :, None] * b_x,)  # noqa: RUF005
         mixed = more
     square = gl.zeros_like(total)

@@ -76,7 +76,13 @@ def attn_residual_cases() -> Iterator[Case]:
         )
 
 
-_SPREAD = tuple(SpreadShape(*shape) for shape in ((8, 4), (8, 2), (4, 8), (4, 4), (2, 8)))
+_SPREAD = (
+    SpreadShape(8, 4),
+    SpreadShape(4, 4),
+    SpreadShape(8, 4, staged=True),
+    SpreadShape(4, 8, staged=True),
+    SpreadShape(4, 4, staged=True),
+)
 
 
 def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
@@ -90,9 +96,8 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
     }
     ways |= {
-        f"spread over {shape.multiprocessors} multiprocessors, {shape.warps} warps": {
-            "cluster": shape
-        }
+        f"spread over {shape.multiprocessors} multiprocessors, {shape.warps} warps"
+        + (", staged" if shape.staged else ""): {"cluster": shape}
         for shape in _SPREAD
     }
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}

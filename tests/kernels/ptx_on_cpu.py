@@ -28,6 +28,7 @@ class Thread:
             "%tid.x": number,
             "%laneid": number % 32,
             "room": ROOM,
+            "stage": ROOM,
             "0f00000000": 0.0,
         }
 
