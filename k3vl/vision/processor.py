@@ -83,6 +83,9 @@ class MediaProcessor:
         settings = json.dumps(asdict(config), sort_keys=True).encode()
         self._digest_head = _DIGEST_VERSION + settings + b"\0"
 
+    def close(self) -> None:
+        """Nothing runs; :class:`k3vl.vision.pool.PooledProcessor` has processes."""
+
     def process(
         self, source: MediaPart | MediaSource, kind: MediaKind | None = None
     ) -> ProcessedMedia:
@@ -103,7 +106,7 @@ class MediaProcessor:
         if kind == "image":
             if isinstance(resolved, Path):
                 resolved = read_path(resolved)
-            if isinstance(resolved, Image.Image):
+            if isinstance(resolved, Image.Image) or not self._kept.max_bytes:
                 return self._process_image(resolved, detail)
             key = hashlib.sha256(resolved).digest(), detail
             return self._kept.get(key, partial(self._process_image, resolved, detail))
