@@ -1,7 +1,7 @@
 """A media worker that has decoded everything before: what talking to one costs its owner.
 
-``engine_host.py`` has it in place of ``k3vl.vision.worker``; a file's first answer is made, and kept
-for the times that count.
+``engine_host.py`` has it in place of ``k3vl.vision.worker``. A file's first answer is made, and
+kept for the times that count.
 """
 
 from __future__ import annotations

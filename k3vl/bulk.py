@@ -115,7 +115,7 @@ class Bulk:
                 place.outcome = error
             elif place.generation.done:
                 place.outcome = self._pipeline.collect(place.prepared, place.events)
-                if items[-1].finish is None:
+                if place.request.sampling.stop:  # or the backend itself has ended it
                     self._cancel(place)
         if place.outcome is not None:
             self._in_works -= 1

@@ -240,9 +240,7 @@ class Delivery:
         send: takes them, on the backend's thread; it must not block.
     """
 
-    def __init__(
-        self, *, whole: bool, send: Callable[[list[Token | K3VLError]], object]
-    ) -> None:
+    def __init__(self, *, whole: bool, send: Callable[[list[Token | K3VLError]], object]) -> None:
         self._whole, self._send = whole, send
         self._held: list[Token | K3VLError] = []
 

@@ -38,26 +38,24 @@ pictures, and clients that come and go must not be able to make the server start
 
 
 class Worker:
-    """One process; used by one thread at a time, killed from any.
-
-    Attributes:
-        module: what it runs.
-    """
-
-    module = "k3vl.vision.worker"
+    """One process; used by one thread at a time, killed from any."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._file = _unnamed_file()
         shared = None if self._file is None else self._file.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self.module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=() if shared is None else (shared,),  # under the same number
-        )
+        self._process = self._start(() if shared is None else (shared,))
         self._settings = {**settings, "file": shared}
         self._is_ready = False
         self.was_killed = False
+
+    def _start(self, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
+        """The process; it has these files under the same numbers."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "k3vl.vision.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=files,
+        )
 
     def call(self, part: MediaPart, source: str | bytes | Path) -> ProcessedMedia:
         """Process one part; blocks.
