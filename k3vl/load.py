@@ -210,12 +210,9 @@ def open_checkpoint(
     backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids, encoding=encoding))
     kept = KEPT_PICTURES if engine.reuse else 0
     processor = MediaProcessor(media, limits=limits, policy=policy, keep_bytes=kept)
-    bulk_processor = processor
-    if where.type == "cuda":  # a CPU's cores have the model to compute, and threads reach them all
-        bulk_processor = PooledProcessor(media, limits=limits, policy=policy, keep_bytes=kept)
     return Parts(
         processor=processor,
-        bulk_processor=bulk_processor,
+        bulk_processor=choose_bulk_processor(where, processor, keep_bytes=kept),
         tokenizer=tokenizer,
         backend=backend,
         weights=weights,
@@ -224,6 +221,21 @@ def open_checkpoint(
         name=str(checkpoint),
         context_length=config.text.max_position_embeddings,
         min_confidence=load_min_confidence(directory),
+    )
+
+
+def choose_bulk_processor(
+    device: torch.device, processor: MediaProcessor, *, keep_bytes: int
+) -> MediaProcessor:
+    """Who prepares the media of many requests, by the rules of ``processor``.
+
+    Beside a GPU all wait for the engine's thread, and Python's lock should be its own: media are
+    decoded by other processes. On a CPU the cores have the model to compute.
+    """
+    if device.type != "cuda":
+        return processor
+    return PooledProcessor(
+        processor.config, limits=processor.limits, policy=processor.policy, keep_bytes=keep_bytes
     )
 
 

@@ -69,7 +69,9 @@ class PooledProcessor(MediaProcessor):
                 worker.kill()
                 worker.reap()
 
-    def _process_image(self, source: bytes | Image.Image, detail: Detail | None) -> ProcessedMedia:
+    def _process_image(
+        self, source: bytes | Path | Image.Image, detail: Detail | None
+    ) -> ProcessedMedia:
         if isinstance(source, Image.Image):
             return super()._process_image(source, detail)
         return self._work(MediaPart("image", b"", detail), source)

@@ -61,8 +61,11 @@ def write_frame(
     """
     blobs = list(blobs)
     sizes = (len(blob) if isinstance(blob, str) else blob.nbytes for blob in blobs)
-    head = json.dumps(header).encode()
-    file.write(_LENGTHS.pack(len(head), sum(sizes)) + head)
+    head, size = json.dumps(header).encode(), sum(sizes)
+    head = _LENGTHS.pack(len(head), size) + head
+    if size <= _PIECE and not any(isinstance(blob, str) for blob in blobs):
+        head, blobs = b"".join((head, *blobs)), []  # type: ignore[arg-type] # one call of the system
+    file.write(head)
     for blob in blobs:
         if isinstance(blob, str):
             for start in range(0, len(blob), _PIECE):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def _media(header: dict[str, Any], blob: memoryview) -> ProcessedMedia:
     groups = tuple(MediaGroup(**group) for group in layout["groups"])
     items, offset = [], 0
     for digest, shape, grid, num_tokens in header["items"]:
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         patches = np.frombuffer(blob, np.uint8, size, offset).reshape(shape)
         items.append(EncoderItem(digest, patches, tuple(grid), num_tokens))
         offset += size
