@@ -90,12 +90,12 @@ class Options:
     dtype: str = "bfloat16"
     pictures: int = 2000
     first_pictures: int = 768
-    cpu_pictures: int = 64
+    cpu_pictures: int = 32
     rounds: int = 2
     in_flight: tuple[int, ...] = (256,)
     cpu_in_flight: int = 16
-    peer_batches: tuple[int, ...] = (16, 64)
-    peer_calls: int = 16
+    peer_batches: tuple[int, ...] = (64,)
+    peer_calls: int = 8
     items: int = 200
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     profile_seconds: float = 1.0

@@ -75,7 +75,7 @@ class Ours:
 
     def __init__(self, setting: Setting) -> None:
         self.pipeline = setting.pipeline()
-        self._media = _timed(self.pipeline.processor, "process")
+        self._media = _timed(self.pipeline.bulk_processor, "process")
 
     def facts(self) -> dict[str, Any]:
         """What runs, as JSON."""

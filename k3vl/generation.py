@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import queue
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -238,27 +237,19 @@ class Delivery:
     Args:
         whole: all together, when the last has come: to wake a thread for every token costs more
             than to read it.
+        send: takes them, on the backend's thread; it must not block.
     """
 
-    def __init__(self, *, whole: bool) -> None:
-        self._whole = whole
+    def __init__(self, *, whole: bool, send: Callable[[list[Token | K3VLError]], object]) -> None:
+        self._whole, self._send = whole, send
         self._held: list[Token | K3VLError] = []
-        self._sent: queue.SimpleQueue[list[Token | K3VLError]] = queue.SimpleQueue()
 
     def put(self, item: Token | K3VLError) -> None:
         """Add an item, on the backend's thread."""
         self._held.append(item)
         if not self._whole or isinstance(item, K3VLError) or item.finish is not None:
             held, self._held = self._held, []
-            self._sent.put(held)
-
-    def take(self, seconds: float | None) -> list[Token | K3VLError]:
-        """Wait for items.
-
-        Raises:
-            queue.Empty: none have come within ``seconds``.
-        """
-        return self._sent.get(timeout=seconds)
+            self._send(held)
 
 
 class Inbox:

@@ -26,6 +26,7 @@ from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions, SamplingParams
 from k3vl.vision.encoder import VisionEncoder, join_patches, pin_patches
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
+from k3vl.vision.pool import PooledProcessor
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
 from k3vl.vision.weights import VISION_PREFIXES, load_vision
@@ -149,6 +150,7 @@ class Parts:
     """What a pipeline is made of; see :class:`k3vl.pipeline.Pipeline`."""
 
     processor: MediaProcessor
+    bulk_processor: MediaProcessor
     tokenizer: Tokenizer
     backend: LocalBackend
     weights: WeightLoader
@@ -206,10 +208,11 @@ def open_checkpoint(
     model, encoder = weights.load(directory)
     encoding = choose_encoding(where, engine)
     backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids, encoding=encoding))
+    kept = KEPT_PICTURES if engine.reuse else 0
+    processor = MediaProcessor(media, limits=limits, policy=policy, keep_bytes=kept)
     return Parts(
-        processor=MediaProcessor(
-            media, limits=limits, policy=policy, keep_bytes=KEPT_PICTURES if engine.reuse else 0
-        ),
+        processor=processor,
+        bulk_processor=choose_bulk_processor(where, processor, keep_bytes=kept),
         tokenizer=tokenizer,
         backend=backend,
         weights=weights,
@@ -218,6 +221,21 @@ def open_checkpoint(
         name=str(checkpoint),
         context_length=config.text.max_position_embeddings,
         min_confidence=load_min_confidence(directory),
+    )
+
+
+def choose_bulk_processor(
+    device: torch.device, processor: MediaProcessor, *, keep_bytes: int
+) -> MediaProcessor:
+    """Who prepares the media of many requests, by the rules of ``processor``.
+
+    Beside a GPU all wait for the engine's thread, and Python's lock should be its own: media are
+    decoded by other processes. On a CPU the cores have the model to compute.
+    """
+    if device.type != "cuda":
+        return processor
+    return PooledProcessor(
+        processor.config, limits=processor.limits, policy=processor.policy, keep_bytes=keep_bytes
     )
 
 

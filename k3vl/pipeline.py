@@ -19,13 +19,11 @@ import asyncio
 import contextlib
 import queue
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from k3vl.bulk import Bulk
 from k3vl.constrain import ConstraintCompiler
 from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
 from k3vl.generation import Answer, Delivery, Generation, Inbox, confidence_of
@@ -132,6 +130,7 @@ class Pipeline:
         self,
         *,
         processor: MediaProcessor,
+        bulk_processor: MediaProcessor | None = None,
         tokenizer: Tokenizer,
         backend: Backend,
         media_pad_id: int,
@@ -145,6 +144,8 @@ class Pipeline:
 
         Args:
             processor: prepares media.
+            bulk_processor: prepares the media of many requests at once, by the same rules; None:
+                ``processor`` does.
             tokenizer: the checkpoint's.
             backend: runs the language model.
             media_pad_id: ``media_placeholder_token_id`` of config.json.
@@ -155,6 +156,7 @@ class Pipeline:
             min_confidence: below this the checkpoint's answers are better not trusted.
         """
         self.processor = processor
+        self.bulk_processor = bulk_processor or processor
         self.tokenizer = tokenizer
         self.backend = backend
         self.writer = PromptWriter(tokenizer, media_pad_id)
@@ -182,6 +184,7 @@ class Pipeline:
         parts = open_checkpoint(checkpoint, **settings)
         return cls(
             processor=parts.processor,
+            bulk_processor=parts.bulk_processor,
             tokenizer=parts.tokenizer,
             backend=parts.backend,
             media_pad_id=parts.media_pad_id,
@@ -203,6 +206,7 @@ class Pipeline:
     def close(self) -> None:
         """Cancel everything and release the model."""
         self.backend.close()
+        self.bulk_processor.close()
 
     def holds_features(self, digest: str) -> bool:
         """Whether a media item would not have to be encoded; False where the backend cannot say."""
@@ -254,15 +258,19 @@ class Pipeline:
             sampling=sampling or SamplingParams(),
         )
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request, *, processor: MediaProcessor | None = None) -> Prepared:
         """Steps 1 to 3: from messages to token ids and media spans.
+
+        Args:
+            request: what is asked.
+            processor: prepares its media; None: the pipeline's.
 
         Raises:
             MediaError: a media part cannot be used; ``param`` says which.
             TemplateError: the chat format cannot express the conversation.
         """
-        media = [self._process(where, part) for where, part in media_parts(request.messages)]
-        return self.assemble(request, media)
+        processor, parts = processor or self.processor, media_parts(request.messages)
+        return self.assemble(request, [_process(processor, where, part) for where, part in parts])
 
     def assemble(self, request: Request, media: Sequence[ProcessedMedia]) -> Prepared:
         """Steps 2 and 3, for media that were processed elsewhere.
@@ -283,13 +291,6 @@ class Pipeline:
             constraint=self.constraints.compile(request),
             usage=usage,
         )
-
-    def _process(self, where: str, part: MediaPart) -> ProcessedMedia:
-        """Step 1 for one part; errors say which one."""
-        try:
-            return self.processor.process(part)
-        except MediaError as exc:
-            raise MediaError(f"{where}: {exc}", param=where, code=exc.code) from exc
 
     # ------------------------------------------------------------------ answering
 
@@ -328,8 +329,8 @@ class Pipeline:
             CapacityError: the request can never run.
             BackendError: the engine is dead.
         """
-        inbox = Inbox(asyncio.get_running_loop())
-        generation, request_id = self._begin(prepared, inbox.put, index)
+        inbox, generation = Inbox(asyncio.get_running_loop()), self.generation(prepared)
+        request_id = self.submit(prepared, inbox.put, index)
         return Answer(generation, inbox, lambda: self.backend.cancel(request_id))
 
     def events(
@@ -366,7 +367,10 @@ class Pipeline:
         Raises:
             K3VLError: whatever went wrong; ``CapacityError`` when it takes longer than ``seconds``.
         """
-        events = list(self._events(prepared, seconds, whole=True))
+        return self.collect(prepared, list(self._events(prepared, seconds, whole=True)))
+
+    def collect(self, prepared: Prepared, events: Sequence[Event]) -> Reply:
+        """The reply that all events of an answer make."""
         answer, last = collect(events), events[-1]
         assert isinstance(last, Finish)
         assert last.usage is not None
@@ -386,22 +390,11 @@ class Pipeline:
     ) -> Iterator[Reply | K3VLError]:
         """Answer many requests, in their order; media work overlaps generation.
 
-        At most ``in_flight`` requests are held at a time, so any number may be streamed through.
-        A request that fails yields its error in place of a reply and hurts no other.
+        At most ``in_flight`` requests are in the works at a time, and four times as many are held
+        while the first of them is not done, so any number may be streamed through. A request that
+        fails yields its error in place of a reply and hurts no other.
         """
-
-        def one(request: Request) -> Reply | K3VLError:
-            try:
-                return self.reply(request)
-            except K3VLError as exc:
-                return exc
-
-        rest = iter(requests)
-        with ThreadPoolExecutor(in_flight, thread_name_prefix="k3vl-reply") as pool:
-            pending = deque(pool.submit(one, request) for request in islice(rest, in_flight))
-            while pending:
-                yield pending.popleft().result()
-                pending.extend(pool.submit(one, request) for request in islice(rest, 1))
+        return Bulk(self, in_flight).replies(requests)
 
     def _as_request(
         self,
@@ -421,17 +414,29 @@ class Pipeline:
             )
         return messages
 
-    def _begin(
+    def generation(self, prepared: Prepared) -> Generation:
+        """Steps 5 and 6 of an answer, for what the backend will deliver."""
+        return Generation(self.tokenizer, prepared.request, prepared.usage)
+
+    def submit(
         self, prepared: Prepared, sink: Callable[[Token | K3VLError], None], index: int = 0
-    ) -> tuple[Generation, int]:
-        """Step 4: hand the prompt to the backend; steps 5 and 6 wait in the generation."""
-        generation = Generation(self.tokenizer, prepared.request, prepared.usage)
+    ) -> int:
+        """Step 4: hand the prompt to the backend; the answer's number there.
+
+        Args:
+            prepared, index: see :meth:`answer`.
+            sink: see :class:`k3vl.lm.backend.Backend`.
+
+        Raises:
+            CapacityError: the request can never run.
+            BackendError: the engine is dead.
+        """
         sampling = prepared.request.sampling
         if prepared.constraint is not None:
             sampling = replace(sampling, logit_mask=prepared.constraint.mask())
         if index and sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + index)
-        return generation, self.backend.submit(prepared.prompt, sampling, sink)
+        return self.backend.submit(prepared.prompt, sampling, sink)
 
     def _events(
         self, prepared: Prepared, seconds: float | None = None, *, whole: bool = False
@@ -442,12 +447,14 @@ class Pipeline:
         is looked at when it comes.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        delivery = Delivery(whole=whole and not prepared.request.sampling.stop)
-        generation, request_id = self._begin(prepared, delivery.put)
+        sent: queue.SimpleQueue[list[Token | K3VLError]] = queue.SimpleQueue()
+        delivery = Delivery(whole=whole and not prepared.request.sampling.stop, send=sent.put)
+        generation = self.generation(prepared)
+        request_id = self.submit(prepared, delivery.put)
         try:
             while not generation.done:
                 left = None if end is None else max(end - time.monotonic(), 0.0)
-                events, error = generation.feed_all(delivery.take(left))
+                events, error = generation.feed_all(sent.get(timeout=left))
                 yield from events
                 if error is not None:
                     raise error
@@ -455,3 +462,11 @@ class Pipeline:
             raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:
             self.backend.cancel(request_id)
+
+
+def _process(processor: MediaProcessor, where: str, part: MediaPart) -> ProcessedMedia:
+    """Step 1 for one part; errors say which one."""
+    try:
+        return processor.process(part)
+    except MediaError as exc:
+        raise MediaError(f"{where}: {exc}", param=where, code=exc.code) from exc

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import queue
 
 import pytest
 
-from k3vl.errors import BackendError
+from k3vl.errors import BackendError, K3VLError
 from k3vl.generation import Answer, Delivery, Generation, Inbox, StopStrings
 from k3vl.lm.backend import Token
 from k3vl.types import (
@@ -184,16 +183,16 @@ def test_tokens_that_pile_up_change_nothing(size: int, stop: tuple[str, ...]) ->
 
 
 def test_a_whole_answer_is_one_delivery() -> None:
-    whole, each = Delivery(whole=True), Delivery(whole=False)
+    wholes, ones = list[list[Token | K3VLError]](), list[list[Token | K3VLError]]()
+    whole, each = Delivery(whole=True, send=wholes.append), Delivery(whole=False, send=ones.append)
     tokens = [Token(id=5), Token(id=6), Token(id=7, finish="length")]
     for token in tokens:
         whole.put(token)
         each.put(token)
-    assert whole.take(0) == tokens
-    assert [each.take(0) for _ in tokens] == [[token] for token in tokens]
+    assert wholes == [tokens]
+    assert ones == [[token] for token in tokens]
     whole.put(tokens[0])
-    with pytest.raises(queue.Empty):
-        whole.take(0.001)
+    assert len(wholes) == 1
     error = BackendError("gone")
     whole.put(error)
-    assert whole.take(None) == [tokens[0], error]
+    assert wholes[1] == [tokens[0], error]

@@ -13,7 +13,14 @@ LAYERS = (
     ("k3vl.app", "k3vl.__main__"),
     ("k3vl.demo", "k3vl.hf", "k3vl.sglang"),
     (
-        *("k3vl.pipeline", "k3vl.load", "k3vl.generation", "k3vl.prompt", "k3vl.constrain"),
+        *(
+            "k3vl.pipeline",
+            "k3vl.bulk",
+            "k3vl.load",
+            "k3vl.generation",
+            "k3vl.prompt",
+            "k3vl.constrain",
+        ),
         *("k3vl.rollouts", "k3vl.synthetic"),
         # Measuring the whole tower needs the tower, which lies above the kernels.
         *("k3vl.kernels.bench.__main__", "k3vl.kernels.bench.tower_cases"),

@@ -10,7 +10,7 @@ from PIL import Image
 
 from k3vl.config import load_config, load_media_config
 from k3vl.errors import BackendError, CapacityError, MediaError, TemplateError
-from k3vl.pipeline import Pipeline, Reply
+from k3vl.pipeline import Pipeline
 from k3vl.types import ChatOptions, Content, Finish, MediaPart, Message, SamplingParams, TextPart
 from k3vl.vision.processor import MediaProcessor
 from k3vl.xtml.tokenizer import load_tokenizer
@@ -160,28 +160,6 @@ def test_a_stop_string_ends_a_reply_that_the_backend_would_go_on_with() -> None:
     with pytest.raises(CapacityError, match="no answer within"):
         pipe.complete(prepared, seconds=0.05)
     assert pipe.backend.cancelled == [0, 1]
-
-
-def test_replies_keep_their_order_and_errors_stay_with_their_request() -> None:
-    pipe = pipeline()
-    requests = [
-        pipe.request(ask(MediaPart("image", b"" if i == 3 else png(28, 28)), TextPart(str(i))))
-        for i in range(9)
-    ]
-    drawn = []
-
-    def source():
-        for request in requests:
-            drawn.append(request)
-            yield request
-
-    results = pipe.replies(source(), in_flight=2)
-    first = next(results)
-    assert isinstance(first, Reply)
-    assert len(drawn) <= 3, "a million requests are not held at once"
-    rest = list(results)
-    assert [isinstance(result, Reply) for result in rest] == [i != 3 for i in range(1, 9)]
-    assert isinstance(rest[2], MediaError)
 
 
 def test_streaming_in_an_event_loop() -> None:

@@ -68,7 +68,7 @@ class LocalEngine:
     ) -> None:
         self.name = pipeline.name
         self.revision = checkpoint_revision(pipeline.name)
-        self.processor = pipeline.processor
+        self.processor = pipeline.bulk_processor
         self.parallel = parallel
         self._pipeline = pipeline
         own = pipeline.min_confidence if min_confidence is None else min_confidence

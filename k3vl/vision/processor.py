@@ -83,6 +83,9 @@ class MediaProcessor:
         settings = json.dumps(asdict(config), sort_keys=True).encode()
         self._digest_head = _DIGEST_VERSION + settings + b"\0"
 
+    def close(self) -> None:
+        """Nothing runs; :class:`k3vl.vision.pool.PooledProcessor` has processes."""
+
     def process(
         self, source: MediaPart | MediaSource, kind: MediaKind | None = None
     ) -> ProcessedMedia:
@@ -101,12 +104,11 @@ class MediaProcessor:
         kind = kind or "image"
         resolved = resolve(source, kind, self.policy)
         if kind == "image":
-            if isinstance(resolved, Path):
-                resolved = read_path(resolved)
-            if isinstance(resolved, Image.Image):
+            if isinstance(resolved, Image.Image) or not self._kept.max_bytes:
                 return self._process_image(resolved, detail)
-            key = hashlib.sha256(resolved).digest(), detail
-            return self._kept.get(key, partial(self._process_image, resolved, detail))
+            data = read_path(resolved) if isinstance(resolved, Path) else resolved
+            key = hashlib.sha256(data).digest(), detail
+            return self._kept.get(key, partial(self._process_image, data, detail))
         if isinstance(resolved, Image.Image):
             raise MediaError("a PIL image is not a video", code="image_as_video")
         return self._process_video(resolved)
@@ -144,7 +146,10 @@ class MediaProcessor:
 
     # ------------------------------------------------------------------ pictures
 
-    def _process_image(self, source: bytes | Image.Image, detail: Detail | None) -> ProcessedMedia:
+    def _process_image(
+        self, source: bytes | Path | Image.Image, detail: Detail | None
+    ) -> ProcessedMedia:
+        source = read_path(source) if isinstance(source, Path) else source
         before = self.config.transparent_bg_fill_stage == "before_resize"
 
         def plan_size(width: int, height: int) -> tuple[int, int]:

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 MediaForm: TypeAlias = Literal["patches", "frames", "clips"]
 """What a worker makes: patches for a model here; ``data:`` URLs for another server, of a clip's
 frames or of the whole clip (see ``portable.py``)."""
-SourceForm: TypeAlias = Literal["bytes", "data", "url"]
-"""What a request's blob is: a file, the text of a ``data:`` URL, or of another that needs no
-network."""
+SourceForm: TypeAlias = Literal["bytes", "data", "path", "url"]
+"""What a request's blob is: a file, the text of a ``data:`` URL, a local path that no request
+named but the caller, or another URL that needs no network."""
 NICENESS = 5
 """Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
@@ -61,8 +61,11 @@ def write_frame(
     """
     blobs = list(blobs)
     sizes = (len(blob) if isinstance(blob, str) else blob.nbytes for blob in blobs)
-    head = json.dumps(header).encode()
-    file.write(_LENGTHS.pack(len(head), sum(sizes)) + head)
+    head, size = json.dumps(header).encode(), sum(sizes)
+    head = _LENGTHS.pack(len(head), size) + head
+    if size <= _PIECE and not any(isinstance(blob, str) for blob in blobs):
+        head, blobs = b"".join((head, *blobs)), []  # type: ignore[arg-type] # one call of the system
+    file.write(head)
     for blob in blobs:
         if isinstance(blob, str):
             for start in range(0, len(blob), _PIECE):
@@ -180,9 +183,13 @@ def answer(
     return describe(media), [*(item.patches.data for item in media.items), *media.urls]
 
 
-def _source(kind: MediaKind, form: SourceForm, blob: bytearray, max_bytes: int) -> str | bytes:
+def _source(
+    kind: MediaKind, form: SourceForm, blob: bytearray, max_bytes: int
+) -> str | bytes | Path:
     if form == "data":
         return decode_data_uri(blob, kind, max_bytes)
+    if form == "path":
+        return Path(os.fsdecode(bytes(blob)))
     return blob.decode() if form == "url" else bytes(blob)
 
 
@@ -233,5 +240,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError):  # the server ended before it had anything to decode
+    # The other end is gone: before there was anything to decode, or while it was being decoded.
+    with contextlib.suppress(EOFError, BrokenPipeError):
         main()

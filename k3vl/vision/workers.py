@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,24 +38,32 @@ ABANDONED_SECONDS = 1.0
 pictures, and clients that come and go must not be able to make the server start processes."""
 
 
-class _Worker:
+class Worker:
     """One process; used by one thread at a time, killed from any."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._file = _unnamed_file()
         shared = None if self._file is None else self._file.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "k3vl.vision.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=() if shared is None else (shared,),  # under the same number
-        )
+        self._process = self._start(() if shared is None else (shared,))
         self._settings = {**settings, "file": shared}
         self._is_ready = False
         self.was_killed = False
 
-    def call(self, part: MediaPart, source: str | bytes) -> ProcessedMedia:
+    def _start(self, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
+        """The process; it has these files under the same numbers."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "k3vl.vision.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=files,
+        )
+
+    def call(self, part: MediaPart, source: str | bytes | Path) -> ProcessedMedia:
         """Process one part; blocks.
+
+        Args:
+            part: all but its source.
+            source: a URL that needs no network, a file's bytes, or a path that was checked.
 
         Raises:
             MediaError: the part cannot be used, or the process died of it.
@@ -111,10 +121,12 @@ def _scheme(url: str) -> str:
     return url[:64].lstrip().partition(":")[0].lower()
 
 
-def _request(source: str | bytes) -> tuple[SourceForm, memoryview | str]:
+def _request(source: str | bytes | Path) -> tuple[SourceForm, memoryview | str]:
     """How a source goes to a worker; the text of a ``data:`` URL is not copied for it."""
     if isinstance(source, bytes):
         return "bytes", memoryview(source)
+    if isinstance(source, Path):
+        return "path", memoryview(os.fsencode(source.absolute()))
     if _scheme(source) == "data":
         return "data", source
     return "url", memoryview(source.encode("utf-8", "replace"))
@@ -131,7 +143,7 @@ def _media(header: dict[str, Any], blob: memoryview) -> ProcessedMedia:
     groups = tuple(MediaGroup(**group) for group in layout["groups"])
     items, offset = [], 0
     for digest, shape, grid, num_tokens in header["items"]:
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         patches = np.frombuffer(blob, np.uint8, size, offset).reshape(shape)
         items.append(EncoderItem(digest, patches, tuple(grid), num_tokens))
         offset += size
@@ -191,7 +203,7 @@ class MediaWorkers:
             processor.config, processor.limits, root, policy.max_bytes, form, max_memory
         )
         self._max_seconds, self._max_jobs = max_seconds, max_jobs
-        self._idle = [_Worker(self._settings) for _ in range(num_workers)]
+        self._idle = [Worker(self._settings) for _ in range(num_workers)]
         self._free = asyncio.Semaphore(num_workers)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -269,7 +281,7 @@ class MediaWorkers:
         worker = self._idle.pop()
         if not worker.is_alive():  # it died of something else, so this part must not pay for it
             self._threads.submit(worker.reap)
-            worker = _Worker(self._settings)
+            worker = Worker(self._settings)
         job = loop.run_in_executor(self._threads, worker.call, part, source)
         job.add_done_callback(_take_exception)  # of a job that nobody waits for any more
         try:
@@ -289,7 +301,7 @@ class MediaWorkers:
                 self._abandoned.add(task)
                 task.add_done_callback(self._abandoned.discard)
 
-    async def _abandon(self, worker: _Worker, job: asyncio.Future[ProcessedMedia]) -> None:
+    async def _abandon(self, worker: Worker, job: asyncio.Future[ProcessedMedia]) -> None:
         try:
             await asyncio.wait([job], timeout=ABANDONED_SECONDS)
         finally:
@@ -297,10 +309,10 @@ class MediaWorkers:
                 worker.kill()
             self._put_back(worker)
 
-    def _put_back(self, worker: _Worker) -> None:
+    def _put_back(self, worker: Worker) -> None:
         if worker.was_killed:
             self._threads.submit(worker.reap)
             if not self._is_closed:
-                worker = _Worker(self._settings)
+                worker = Worker(self._settings)
         self._idle.append(worker)
         self._free.release()

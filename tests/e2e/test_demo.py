@@ -8,11 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
 from k3vl.app.cli import cli
 from k3vl.lm.engine import EngineConfig
+from k3vl.load import choose_bulk_processor
 from k3vl.pipeline import Pipeline
 from k3vl.types import (
     ChatOptions,
@@ -25,6 +27,7 @@ from k3vl.types import (
     TextPart,
 )
 from k3vl.vision.inspect import kind_of
+from k3vl.vision.pool import PooledProcessor
 from tests.e2e import heldout_answers
 from tests.vision.files import noise
 
@@ -72,6 +75,21 @@ def test_a_sideways_file_is_seen_upright(demo) -> None:
 def test_together_is_as_alone(demo, alone) -> None:
     requests = [demo.request(question(label)) for label in LABELS]
     assert [reply.content for reply in demo.replies(requests, in_flight=9)] == alone
+
+
+def test_decoding_in_other_processes_changes_nothing(demo, alone) -> None:
+    """Cold, and with what the pool, the pipeline and the engine have kept of it."""
+    assert demo.bulk_processor is demo.processor, "a CPU has the model to compute"
+    pool = choose_bulk_processor(torch.device("cuda"), demo.processor, keep_bytes=2**20)
+    assert isinstance(pool, PooledProcessor)
+    requests = [demo.request(question(label)) for label in LABELS]
+    demo.bulk_processor = pool
+    try:
+        for _ in range(2):
+            assert [reply.content for reply in demo.replies(requests, in_flight=9)] == alone
+    finally:
+        demo.bulk_processor = demo.processor
+        pool.close()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 61])

@@ -245,6 +245,10 @@ def test_sizes_of_steps() -> None:
     assert [padded_size(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 32, 33)] == [
         *(1, 2, 4, 4, 8, 8, 16, 24, 32, 40)
     ]
+    assert sorted({padded_size(n) for n in range(33, 257)}) == [
+        *(40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    ]
+    assert all(n <= padded_size(n) < 1.25 * n for n in range(33, 2000))
 
 
 def test_a_cpu_decodes_what_there_is() -> None:

@@ -1,0 +1,128 @@
+"""Many requests at once: who prepares them, who hands answers out, and who reads these.
+
+A few threads prepare; the backend's thread leaves answers in one queue; the thread that asked reads
+it. A thread for each request would be woken for each of them, hundreds at a time, and every one of
+them would take Python's lock from the engine's thread between two launches.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
+
+from k3vl.errors import K3VLError
+from k3vl.generation import Delivery, Generation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from k3vl.lm.backend import Token
+    from k3vl.pipeline import Pipeline, Prepared, Reply
+    from k3vl.types import Event, Request
+
+    Items: TypeAlias = list[Token | K3VLError]
+
+THREADS = 32
+"""At most so many prepare: they wait for files, hosts and decoders, and each may hold a raster."""
+HELD = 4
+"""Requests that are held, for each that is in the works: one slow answer does not stop the rest."""
+
+
+class _Place:
+    """A request on its way to its reply."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.prepared: Prepared | None = None
+        self.generation: Generation | None = None
+        self.events: list[Event] = []
+        self.outcome: Reply | BaseException | None = None
+        self.started: Future[int | None]  # its number in the backend, which it may not have reached
+
+
+class Bulk:
+    """One run over many requests; see :meth:`k3vl.pipeline.Pipeline.replies`."""
+
+    def __init__(self, pipeline: Pipeline, in_flight: int) -> None:
+        """Nothing runs yet."""
+        self._pipeline, self._in_flight = pipeline, in_flight
+        self._places: deque[_Place] = deque()
+        self._in_works = 0
+        self._inbox: queue.SimpleQueue[tuple[_Place, Items | BaseException]] = queue.SimpleQueue()
+
+    def replies(self, requests: Iterable[Request]) -> Iterator[Reply | K3VLError]:
+        """Replies and errors, in the order of the requests; leaving early cancels the rest."""
+        rest, places = iter(requests), self._places
+        threads = min(self._in_flight, THREADS)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="k3vl-prepare")
+        try:
+            self._fill(rest, pool)
+            while places:
+                while (outcome := places[0].outcome) is None:
+                    self._take(*self._inbox.get())
+                    self._fill(rest, pool)
+                places.popleft()
+                if isinstance(outcome, BaseException) and not isinstance(outcome, K3VLError):
+                    raise outcome
+                yield outcome
+                self._fill(rest, pool)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for place in places:
+                if place.outcome is None:
+                    self._cancel(place)
+
+    def _fill(self, rest: Iterator[Request], pool: ThreadPoolExecutor) -> None:
+        """Begin with as many requests as may be in the works."""
+        while self._in_works < self._in_flight and len(self._places) < HELD * self._in_flight:
+            try:
+                place = _Place(next(rest))
+            except StopIteration:
+                return
+            self._places.append(place)
+            self._in_works += 1
+            place.started = pool.submit(self._start, place)
+
+    def _start(self, place: _Place) -> int | None:
+        """Steps 1 to 4, on a thread of the pool."""
+        pipeline = self._pipeline
+        try:
+            prepared = pipeline.prepare(place.request, processor=pipeline.bulk_processor)
+            place.prepared, place.generation = prepared, pipeline.generation(prepared)
+            delivery = Delivery(
+                whole=not place.request.sampling.stop,
+                send=lambda items: self._inbox.put((place, items)),
+            )
+            return pipeline.submit(prepared, delivery.put)
+        except BaseException as exc:  # noqa: BLE001 - whatever it was, it is told in its turn
+            self._inbox.put((place, exc))
+            return None
+
+    def _take(self, place: _Place, items: Items | BaseException) -> None:
+        """Steps 5 and 6, for what has come; drop all that a reply does not need."""
+        if place.outcome is not None:
+            return  # its stop string came before the end that the backend would have made
+        if isinstance(items, BaseException):
+            place.outcome = items
+        else:
+            assert place.generation is not None
+            assert place.prepared is not None
+            events, error = place.generation.feed_all(items)
+            place.events += events
+            if error is not None:
+                place.outcome = error
+            elif place.generation.done:
+                place.outcome = self._pipeline.collect(place.prepared, place.events)
+                if place.request.sampling.stop:  # or the backend itself has ended it
+                    self._cancel(place)
+        if place.outcome is not None:
+            self._in_works -= 1
+            place.prepared, place.events = None, []
+
+    def _cancel(self, place: _Place) -> None:
+        """End a generation that nobody reads."""
+        if place.started.cancelled() or (request_id := place.started.result()) is None:
+            return
+        self._pipeline.backend.cancel(request_id)
