@@ -61,10 +61,10 @@ class Whole:
     """How a product over whole rows, copied to shared memory at once, is cut.
 
     Attributes:
-        each: every 512 columns are waited for by themselves; else all are.
+        apart: copies, of 512 columns each, that are waited for together.
     """
 
-    each: bool = False
+    apart: int = 1
 
     def fits(self, features: int, columns: int) -> bool:
         """Whether blocks divide a matrix; any number of blocks of rows does."""
@@ -244,7 +244,7 @@ def _blocks(words: torch.Tensor, rows: int) -> Blocks:
 
 def _constants(shape: Few | Whole) -> dict[str, int | bool | None]:
     if isinstance(shape, Whole):
-        return {"EACH": shape.each, "num_warps": 4}
+        return {"APART": shape.apart, "num_warps": 4}
     return {
         "WARPS": shape.warps,
         "PARTS": shape.parts,

@@ -115,6 +115,7 @@ def threads(WARPS: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def control(CODE: gl.constexpr):
+    """An instruction that controls launches or the assembler."""
     gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -32,25 +32,24 @@ __all__ = ["PRODUCT", "PRODUCT_SPLIT", "REGISTERS", "down_whole_kernel", "gate_u
 
 
 @gluon.jit
-def _asked_for(w, matrix, row, TURNS: gl.constexpr, EACH: gl.constexpr):
+def _asked_for(w, matrix, row, TURNS: gl.constexpr, APART: gl.constexpr):
     """All words of 32 rows on their way: their room and the barriers at which they land.
 
     w [L / 256, matrices, rows, 32]; a turn is two of the first axis, two of the second, 16 rows.
-    EACH: a barrier for every turn, else one for all.
+    A barrier is for APART turns.
     """
     LAID: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
     room = gl.allocate_shared_memory(gl.int32, [TURNS, 2, 2, 16, 32], LAID)
-    WAITS: gl.constexpr = TURNS if EACH else 1
-    landed = gl.allocate_shared_memory(gl.int64, [WAITS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(WAITS):
-        mbarrier.init(landed.index(i), count=1)
+    landed = gl.allocate_shared_memory(
+        gl.int64, [(TURNS + APART - 1) // APART, 1], mbarrier.MBarrierLayout()
+    )
+    for i in gl.static_range(0, TURNS, APART):
+        mbarrier.init(landed.index(i // APART), count=1)
     meet()
-    if not EACH:
-        mbarrier.expect(landed.index(0), TURNS * 8192)
     for i in gl.static_range(TURNS):
-        if EACH:
-            mbarrier.expect(landed.index(i), 8192)
-        at = landed.index(i if EACH else 0)
+        at = landed.index(i // APART)
+        if i % APART == 0:
+            mbarrier.expect(at, (APART if i + APART < TURNS else TURNS - i) * 8192)
         begin_copy(w, [2 * i, matrix, row, 0], at, room.index(i))
     return room, landed
 
@@ -91,7 +90,7 @@ def _scales(a_at, b_at, k, apart):
 @gluon.jit
 def _multiplied(
     room, landed, scale, x, row_a, row_b, token,
-    WORDS: gl.constexpr, EACH: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+    WORDS: gl.constexpr, APART: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """[32, 8] sums of rows ``row_a`` and ``row_b`` [128] of every thread, and those 8 below them.
 
@@ -121,8 +120,8 @@ def _multiplied(
     for i in gl.static_range(TURNS):
         at = x_at + i * (32 if SPLIT else 256)
         x0, x1 = gl.load(at), gl.load(at + (WORDS * 2 if SPLIT else 8))
-        if EACH or i == 0:
-            mbarrier.wait(landed.index(i), 0)
+        if i % APART == 0:
+            mbarrier.wait(landed.index(i // APART), 0)
         a, b = _words_of(room.index(i))
         lane = (t % 32 // 4 * 4 + i % 4)[:, None]
         acc = product(acc, a, b, x0, x1, groups[i // 4], select, lane, SPLIT)
@@ -132,7 +131,7 @@ def _multiplied(
 @gluon.jit
 def gate_up_whole_kernel(
     x, w, scale, order, experts, tile_first, tile_end, tile_count, out, top_k, beta, linear_beta,
-    WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, EACH: gl.constexpr,
+    WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, APART: gl.constexpr,
     ALONE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 16 features and eight pairs.
@@ -151,7 +150,7 @@ def gate_up_whole_kernel(
         end = gl.minimum(gl.load(tile_end + tile), first + 8)
     expert = gl.load(experts + tile).to(gl.int32)
     begin = gl.program_id(0) * 16
-    room, landed = _asked_for(w, 2 * expert, begin, WIDTH // 512, EACH)
+    room, landed = _asked_for(w, 2 * expert, begin, WIDTH // 512, APART)
     t, _e = threads(4, 8)
     row = expert.to(gl.int64) * (2 * INNER) + begin + _row_of(t)
     pair = gl.minimum(first + t % 32 // 4, end - 1)
@@ -159,7 +158,7 @@ def gate_up_whole_kernel(
         pair = gl.load(order + pair)
     token = (pair // top_k).to(gl.int64)
     acc = _multiplied(
-        room, landed, scale, x, row, row + INNER, token, WIDTH // 8, EACH, False, False
+        room, landed, scale, x, row, row + INNER, token, WIDTH // 8, APART, False, False
     )
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     gate, up = gl.split(acc.reshape([32, 2, 4]).permute((0, 2, 1)))
@@ -175,7 +174,7 @@ def gate_up_whole_kernel(
 @gluon.jit
 def down_whole_kernel(
     h, w, scale, order, experts, tile_first, tile_end, tile_count, out,
-    INNER: gl.constexpr, WIDTH: gl.constexpr, EACH: gl.constexpr, ALONE: gl.constexpr,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, APART: gl.constexpr, ALONE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for 32 features and eight pairs.
@@ -195,12 +194,12 @@ def down_whole_kernel(
         end = gl.minimum(gl.load(tile_end + tile), first + 8)
     expert = gl.load(experts + tile).to(gl.int32)
     begin = gl.program_id(0) * 32
-    room, landed = _asked_for(w, (expert * WIDTH + begin) // 16, 0, INNER // 512, EACH)
+    room, landed = _asked_for(w, (expert * WIDTH + begin) // 16, 0, INNER // 512, APART)
     t, _e = threads(4, 8)
     row = expert.to(gl.int64) * WIDTH + begin + _row_of(t)
     place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
     acc = _multiplied(
-        room, landed, scale, h, row, row + 16, place, INNER // 8, EACH, True, OVERLAP
+        room, landed, scale, h, row, row + 16, place, INNER // 8, APART, True, OVERLAP
     )
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)

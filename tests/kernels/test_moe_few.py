@@ -35,8 +35,9 @@ SHAPES = {
     "of one token": ALONE,
 }
 COPIED = {
-    "one wait": FewShapes(gate_up=Whole(), down=Whole()),
-    "a wait each": FewShapes(gate_up=Whole(each=True), down=Whole(each=True)),
+    "one wait": FewShapes(gate_up=Whole(apart=7), down=Whole(apart=7)),
+    "a wait each": FewShapes(gate_up=Whole(), down=Whole()),
+    "two waits": FewShapes(gate_up=Whole(apart=3), down=Whole(apart=3)),
 }
 
 
