@@ -17,7 +17,8 @@ from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
 from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
 from k3vl.kernels.moe.chain import LatentMoEChain
-from k3vl.kernels.moe.few import Few, FewShapes
+from k3vl.kernels.moe.few import SHAPES as FEW_SHAPES
+from k3vl.kernels.moe.few import Few, FewShapes, Whole
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
     combine,
@@ -95,12 +96,21 @@ def moe_cases() -> Iterator[Case]:
         )
 
 
-_BACK = Few(warps=2)
+_IN, _BACK = Few(parts=2, registers=96), Few(warps=2)
+_COPIED = FewShapes(gate_up=Whole(), down=Whole())
 _ONE = {
-    "in w4 p2 d2, back w4 p2 d2": FewShapes(gate_up=Few(parts=2, registers=96), down=Few(parts=2)),
+    "copied a1": _COPIED,
+    "copied a3": FewShapes(gate_up=Whole(apart=3), down=Whole(apart=3)),
+    "copied a7, back a6": FewShapes(gate_up=Whole(apart=7), down=Whole(apart=6)),
+    "in copied a1, back w2 d2": FewShapes(gate_up=Whole(), down=_BACK),
+    "in w4 p2 d2, back copied a1": FewShapes(gate_up=_IN, down=Whole()),
 }
-_MORE = {"in w4 d2 r96, back w2 d2": FewShapes(gate_up=Few(registers=96), down=_BACK)}
-"""Warps of a program, parts of the columns, steps asked for at once, registers."""
+_MORE = {
+    "copied a1": _COPIED,
+    "in w4 d2 early, back copied a1": FewShapes(gate_up=FEW_SHAPES.gate_up, down=Whole()),
+}
+"""Warps of a program, parts of the columns, steps asked for at once, registers; copies that are
+waited for together."""
 
 
 def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:

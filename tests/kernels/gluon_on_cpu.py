@@ -34,6 +34,12 @@ PATIENCE = 20.0
 GARBAGE = 0x2AAAAAAA
 """In memory of whole numbers that nobody has written to."""
 
+
+def nothing(dtype: torch.dtype) -> float:
+    """What memory has that nobody has written to."""
+    return float("nan") if dtype.is_floating_point else GARBAGE
+
+
 _meeting = threading.Condition()
 _failed = threading.Event()
 """A warp group has ended with an error: nobody waits for it any more."""
@@ -186,7 +192,7 @@ class _Language(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout") or name == "constexpr":
-            return lambda *_: None
+            return lambda *_, **__: None
         raise AttributeError(name)
 
     @staticmethod
@@ -285,7 +291,7 @@ class _Language(ModuleType):
             return Barriers(shape[0])
         room = torch.empty(shape, dtype=dtype)
         cells = [Cell(f"{dtype} {shape}, part {i}") for i in range(shape[0])]
-        return Shared(room.fill_(float("nan") if dtype.is_floating_point else GARBAGE), cells)
+        return Shared(room.fill_(nothing(dtype)), cells)
 
     @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
@@ -399,7 +405,7 @@ def _copy(
             if one := group():
                 for cell in target.cells:
                     told |= cell.copy(one)
-            target.tensor.fill_(float("nan"))
+            target.tensor.fill_(nothing(target.tensor.dtype))
             barrier.copies.append((target, block, told))
             _meeting.notify_all()
 

@@ -16,7 +16,7 @@ from k3vl.kernels.moe import moe_experts, route, router_logits
 from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
 from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.experts import FloatExperts
-from k3vl.kernels.moe.few import ALONE, can_take
+from k3vl.kernels.moe.few import ALONE, FewShapes, Whole, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
@@ -59,7 +59,8 @@ HALF = {
     width: replace(shape, parts=1, half=True, registers=128 if width == 160 else None)
     for width, shape in SHAPES.items()
 }
-FEW_SHAPES = {"taken": FEW, "of one token": ALONE}
+COPIED = FewShapes(gate_up=Whole(), down=Whole(apart=3))
+FEW_SHAPES = {"taken": FEW, "of one token": ALONE, "copied": COPIED}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -329,20 +330,23 @@ def check_recorded(layer: type[ComposedLatentMoE], *, other_sums: bool) -> None:
     assert torch.equal(again(), want[1]), f"{name}: replayed"
 
 
-def check_few_recorded() -> None:
+def check_few_recorded(shapes: FewShapes | None) -> None:
     """The same in a graph, and whatever other tokens there are that need no wider tiles."""
-    packed = stored(20, 256, 512)
-    for tokens, hot in ((2, False), (8, False), (40, True)):
+    packed = stored(20, 512, 512)
+    for tokens, hot in ((1, False), (2, False), (8, False), (40, True)):
         weights, chosen = routing(tokens, 20, 2, hot)
-        x, other = (torch.randn(tokens, 256, device=DEVICE).to(DTYPE) for _ in range(2))
-        run = partial(moe_experts_mxfp4_gpu, x, weights, chosen, packed, SITU)
-        want = run(), moe_experts_mxfp4_gpu(other, weights, chosen, packed, SITU)
-        if not hot:
-            few = moe_experts_mxfp4_gpu(x[1:], weights[1:], chosen[1:], packed, SITU, few=FEW)
-            some = moe_experts_mxfp4_gpu(x, weights, chosen, packed, SITU, few=FEW)
+        x, other = (torch.randn(tokens, 512, device=DEVICE).to(DTYPE) for _ in range(2))
+        experts = partial(moe_experts_mxfp4_gpu, stored=packed, activation=SITU)
+        run = partial(experts, x, weights, chosen, few=shapes)
+        want = run(), experts(other, weights, chosen, few=shapes)
+        if not hot and tokens > 1:
+            cut = shapes or FEW
+            few = experts(x[1:], weights[1:], chosen[1:], few=cut)
+            some = experts(x, weights, chosen, few=cut)
             assert torch.equal(few, some[1:]), f"few, {tokens}: other neighbours"
         again = GraphRunner().make(run)
-        assert torch.equal(again(), want[0]), f"few, {tokens}: recorded"
+        for _ in range(20):
+            assert torch.equal(again(), want[0]), f"few, {tokens}: recorded"
         x.copy_(other)
         assert torch.equal(again(), want[1]), f"few, {tokens}: replayed"
 
@@ -373,11 +377,14 @@ def check_few() -> None:
         return
     check_experts(3, (5, 256, 512), 2, False, SITU)
     check_experts(40, (20, 512, 256), 2, True, SiluGLU())  # beside one that has wider tiles
+    check_experts(1, (9, 1024, 512), 4, False, SITU)
+    check_experts(24, (9, 512, 1024), 4, False, SITU)
     if "small" not in sys.argv[3:]:
         check_recorded(LatentMoEBeside, other_sums=False)
         check_recorded(LatentMoERoutedFirst, other_sums=False)
         check_recorded(LatentMoEChain, other_sums=True)
-        check_few_recorded()
+        check_few_recorded(None)
+        check_few_recorded(COPIED)
 
 
 def check_large() -> None:
