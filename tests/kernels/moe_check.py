@@ -12,7 +12,7 @@ import torch
 
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
-from k3vl.kernels.moe import moe_experts, route, router_logits
+from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
 from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
 from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.experts import FloatExperts
@@ -214,10 +214,11 @@ def check_router_of_no_numbers() -> None:
     """Whatever the logits are, experts are there and differ, and other rows are what they were."""
     top_k, experts = 6, 20  # of a block of 32
     bias = torch.randn(experts, device=DEVICE) * 0.1
-    for tokens in (16, SORTED_TOKENS + 1):
-        spoilt = spoilt_logits(tokens, experts)
-        clean = spoilt.clone()
-        clean[0:16:2] = 0.5
+    spoilt = spoilt_logits(16, experts)
+    clean = spoilt.clone()
+    clean[::2] = 0.5
+    for most in (SORTED_TOKENS, 0):  # either kernel
+        gpu.SORTED_TOKENS = most
         for how in (route, route_gpu):
             for added in (bias, bias - float("inf"), bias * float("nan")):
                 chosen = how(spoilt, added, top_k, renormalise=True, scale=2.0)[1]
@@ -227,6 +228,7 @@ def check_router_of_no_numbers() -> None:
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a[1::2], b[1::2]), f"{how.__name__}: other rows"
             assert got[0][0].isnan().all(), f"{how.__name__}: NaN is lost"
+    gpu.SORTED_TOKENS = SORTED_TOKENS
 
 
 def check_one_token_of_no_numbers() -> None:
