@@ -77,10 +77,10 @@ def cluster_mix(
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
     constants = {"D": width, "R": depth, "CLUSTER": shape.multiprocessors, "PDL": early}
     if isinstance(shape, SpreadShape):
+        from k3vl.kernels.attn_residual.spread_kernel import MOST_STAGED, place_of, staged
         from k3vl.kernels.attn_residual.spread_kernel import (
             attn_residual_spread_kernel as kernel,
         )
-        from k3vl.kernels.attn_residual.spread_kernel import MOST_STAGED, place_of, staged
 
         if shape.staged and staged(depth, width, *shape[:2]) > MOST_STAGED:
             raise ShapeError(f"attn_residual: {depth} rows of {width} are too many for {shape}")
