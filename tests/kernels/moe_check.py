@@ -44,7 +44,8 @@ OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
 }
 COPIED = FewShapes(gate_up=Whole(), down=Whole(apart=3))
-FEW_SHAPES = {"taken": FEW, "of one token": ALONE, "copied": COPIED}
+STAY = FewShapes(gate_up=Whole(stay=396), down=Whole(apart=6))
+FEW_SHAPES = {"taken": FEW, "of one token": ALONE, "copied": COPIED, "stay": STAY}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -233,5 +234,6 @@ if ON_GPU and "small" not in sys.argv[2:]:
     check_beside()
     check_few_recorded(None)
     check_few_recorded(COPIED)
+    check_few_recorded(STAY)
     for tokens in (1, 17, 129, 1000, 5000):
         check_experts(tokens, (40, 3584, 3072), 16, False, SITU)
