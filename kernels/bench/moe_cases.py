@@ -98,19 +98,21 @@ def moe_cases() -> Iterator[Case]:
 
 _IN, _BACK = Few(parts=2, registers=96), Few(warps=2)
 _COPIED = FewShapes(gate_up=Whole(), down=Whole())
+_STAY = FewShapes(gate_up=Whole(stay=396), down=Whole())
 _ONE = {
     "copied a1": _COPIED,
-    "copied a3": FewShapes(gate_up=Whole(apart=3), down=Whole(apart=3)),
+    "in copied, 396 stay, back copied a1": _STAY,
     "copied a7, back a6": FewShapes(gate_up=Whole(apart=7), down=Whole(apart=6)),
     "in copied a1, back w2 d2": FewShapes(gate_up=Whole(), down=_BACK),
     "in w4 p2 d2, back copied a1": FewShapes(gate_up=_IN, down=Whole()),
 }
 _MORE = {
     "copied a1": _COPIED,
+    "in copied, 396 stay, back copied a1": _STAY,
     "in w4 d2 early, back copied a1": FewShapes(gate_up=FEW_SHAPES.gate_up, down=Whole()),
 }
 """Warps of a program, parts of the columns, steps asked for at once, registers; copies that are
-waited for together."""
+waited for together; programs that stay, three of each of an H200's multiprocessors."""
 
 
 def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:

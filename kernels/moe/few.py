@@ -62,9 +62,11 @@ class Whole:
 
     Attributes:
         apart: copies, of 512 columns each, that are waited for together.
+        stay: programs, on the way in, that take one block behind the other; 0: one for each block.
     """
 
     apart: int = 1
+    stay: int = 0
 
     def fits(self, features: int, columns: int) -> bool:
         """Whether blocks divide a matrix; any number of blocks of rows does."""
@@ -193,10 +195,15 @@ def _gate_up(
     x = x.contiguous().view(torch.int32)
     blocks = stored.inner // 16
     if isinstance(shape, Whole):
-        from k3vl.kernels.moe.few_whole_kernel import gate_up_whole_kernel
+        from k3vl.kernels.moe.few_whole_kernel import gate_up_stay_kernel, gate_up_whole_kernel
 
         words = _blocks(stored.w13, stored.inner)
-        start(gate_up_whole_kernel, (blocks, tiles), x, words, *rest, **constants)
+        if shape.stay:
+            del constants["APART"]
+            grid = min(shape.stay, blocks * tiles), 1
+            start(gate_up_stay_kernel, grid, x, words, *rest, tiles, **constants)
+        else:
+            start(gate_up_whole_kernel, (blocks, tiles), x, words, *rest, **constants)
         return
     from k3vl.kernels.moe.few_kernel import gate_up_few_kernel
 

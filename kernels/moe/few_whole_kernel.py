@@ -28,7 +28,14 @@ from k3vl.kernels.moe.few_kernel import (
 )
 from k3vl.kernels.situ.glu_kernel import activated
 
-__all__ = ["PRODUCT", "PRODUCT_SPLIT", "REGISTERS", "down_whole_kernel", "gate_up_whole_kernel"]
+__all__ = [
+    "PRODUCT",
+    "PRODUCT_SPLIT",
+    "REGISTERS",
+    "down_whole_kernel",
+    "gate_up_stay_kernel",
+    "gate_up_whole_kernel",
+]
 
 
 @gluon.jit
@@ -88,25 +95,34 @@ def _scales(a_at, b_at, k, apart):
 
 
 @gluon.jit
-def _multiplied(
-    room, landed, scale, x, row_a, row_b, token,
-    WORDS: gl.constexpr, APART: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
-):  # fmt: skip
-    """[32, 8] sums of rows ``row_a`` and ``row_b`` [128] of every thread, and those 8 below them.
-
-    Warp p takes steps 4 i + p. Scales of four turns come at once, one turn's for each q.
-    """
+def _groups(scale, row_a, row_b, WORDS: gl.constexpr):
+    """All scales of a thread's rows, a tuple by four turns: one turn's for each q."""
     TURNS: gl.constexpr = WORDS // 64
     BELOW: gl.constexpr = 8 * (WORDS // 16)
+    t, _e = threads(4, 8)
+    sa_at = (scale + row_a * (WORDS // 16) + t // 32)[:, None]
+    sb_at = (scale + row_b * (WORDS // 16) + t // 32)[:, None]
+    groups = ()
+    for k in gl.static_range(0, TURNS, 4):
+        turn = gl.minimum(k + t % 4, TURNS - 1)[:, None]
+        groups = groups + (_scales(sa_at, sb_at, 4 * turn, BELOW),)  # noqa: RUF005
+    return groups
+
+
+@gluon.jit
+def _multiplied(
+    room, landed, phase, groups, x, token, w, matrix, row, more,
+    WORDS: gl.constexpr, APART: gl.constexpr, SPLIT: gl.constexpr, STAYS: gl.constexpr,
+):  # fmt: skip
+    """[32, 8] sums of 32 rows. Warp p takes steps 4 i + p.
+
+    STAYS: while there are ``more`` rows to come, theirs are asked for into the place of each turn
+    as soon as all warps have read it.
+    """
+    TURNS: gl.constexpr = WORDS // 64
     t, e = threads(4, 8)
     q = t % 4
     part = t // 32
-    sa_at = (scale + row_a * (WORDS // 16) + part)[:, None]
-    sb_at = (scale + row_b * (WORDS // 16) + part)[:, None]
-    groups = ()
-    for k in gl.static_range(0, TURNS, 4):
-        turn = gl.minimum(k + q, TURNS - 1)[:, None]
-        groups = groups + (_scales(sa_at, sb_at, 4 * turn, BELOW),)  # noqa: RUF005
     if SPLIT:
         x_at = (x + token * (WORDS * 4) + part * 8 + 2 * q)[:, None] + (
             e // 2 * (WORDS // 2) + e % 2
@@ -115,17 +131,57 @@ def _multiplied(
         x_at = (x + token * (WORDS * 4) + (part * 4 + q) * 16)[:, None] + e[None, :]
     select = (q * 0x0101 + 0x4040)[:, None]
     acc = gl.zeros([128, 8], gl.float32, gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
-    if WAITS:
-        control(WAIT)
     for i in gl.static_range(TURNS):
         at = x_at + i * (32 if SPLIT else 256)
         x0, x1 = gl.load(at), gl.load(at + (WORDS * 2 if SPLIT else 8))
         if i % APART == 0:
-            mbarrier.wait(landed.index(i // APART), 0)
+            mbarrier.wait(landed.index(i // APART), phase)
         a, b = _words_of(room.index(i))
+        if STAYS:
+            meet()
+            mbarrier.expect(landed.index(i), 8192, pred=more)
+            begin_copy(w, [2 * i, matrix, row, 0], landed.index(i), room.index(i), pred=more)
         lane = (t % 32 // 4 * 4 + i % 4)[:, None]
         acc = product(acc, a, b, x0, x1, groups[i // 4], select, lane, SPLIT)
     return gl.sum(acc.reshape([4, 32, 8]), axis=0)
+
+
+@gluon.jit
+def _activated(acc, out, begin, first, end, beta, linear_beta, INNER, SITU: gl.constexpr):
+    """Of 16 gates and their ups, into ``out``."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [1, 0])
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 1, 0])
+    # A gate and its up to each thread: else every warp would do the same.
+    both = gl.convert_layout(acc.reshape([32, 2, 4]).permute((0, 2, 1)), BOTH)
+    gate, up = gl.split(both)
+    y = activated(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
+    y = gl.convert_layout(y, L)
+    t = gl.arange(0, 32, gl.SliceLayout(1, L))[:, None]
+    e = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
+    place = first + t % 4 * 2 + e % 2
+    feature = begin + _row_of(t) + e // 2 * 8
+    gl.store(out + place.to(gl.int64) * INNER + feature, y, mask=place < end)
+
+
+@gluon.jit
+def _pairs(tile, tile_first, tile_end, ALONE: gl.constexpr):
+    """Where a tile begins and ends."""
+    if ALONE:
+        first, end = tile, tile + 1
+    else:
+        first = gl.load(tile_first + tile)
+        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    return first, end
+
+
+@gluon.jit
+def _token(order, first, end, top_k, ALONE: gl.constexpr):
+    """Of every thread's column, g."""
+    t, _e = threads(4, 8)
+    pair = gl.minimum(first + t % 32 // 4, end - 1)
+    if not ALONE:
+        pair = gl.load(order + pair)
+    return (pair // top_k).to(gl.int64)
 
 
 @gluon.jit
@@ -141,34 +197,63 @@ def gate_up_whole_kernel(
     if OVERLAP:
         control(GO_ON)
     tile = gl.program_id(1)
-    if ALONE:
-        first, end = tile, tile + 1
-    else:
+    if not ALONE:  # noqa: SIM102 - what is behind it is then not compiled
         if tile >= gl.load(tile_count):
             return
-        first = gl.load(tile_first + tile)
-        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    first, end = _pairs(tile, tile_first, tile_end, ALONE)
     expert = gl.load(experts + tile).to(gl.int32)
     begin = gl.program_id(0) * 16
     room, landed = _asked_for(w, 2 * expert, begin, WIDTH // 512, APART)
     t, _e = threads(4, 8)
     row = expert.to(gl.int64) * (2 * INNER) + begin + _row_of(t)
-    pair = gl.minimum(first + t % 32 // 4, end - 1)
-    if not ALONE:
-        pair = gl.load(order + pair)
-    token = (pair // top_k).to(gl.int64)
+    groups = _groups(scale, row, row + INNER, WIDTH // 8)
+    token = _token(order, first, end, top_k, ALONE)
     acc = _multiplied(
-        room, landed, scale, x, row, row + INNER, token, WIDTH // 8, APART, False, False
+        room, landed, 0, groups, x, token, w, 0, 0, False, WIDTH // 8, APART, False, False
     )
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    gate, up = gl.split(acc.reshape([32, 2, 4]).permute((0, 2, 1)))
-    y = activated(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
-    y = gl.convert_layout(y, L)
-    t = gl.arange(0, 32, gl.SliceLayout(1, L))[:, None]
-    e = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-    place = first + t % 4 * 2 + e % 2
-    feature = begin + _row_of(t) + e // 2 * 8
-    gl.store(out + place.to(gl.int64) * INNER + feature, y, mask=place < end)
+    _activated(acc, out, begin, first, end, beta, linear_beta, INNER, SITU)
+
+
+@gluon.jit
+def gate_up_stay_kernel(
+    x, w, scale, order, experts, tile_first, tile_end, tile_count, out, top_k, beta, linear_beta,
+    tiles, WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, ALONE: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """:func:`gate_up_whole_kernel` with programs that stay: each takes every so manieth block.
+
+    There are at most ``tiles``, where ALONE just so many.
+    """
+    if OVERLAP:
+        control(GO_ON)
+    BLOCKS: gl.constexpr = INNER // 16
+    total = (tiles if ALONE else gl.load(tile_count)) * BLOCKS
+    block = gl.program_id(0)
+    if block >= total:
+        return
+    expert = gl.load(experts + block // BLOCKS).to(gl.int32)
+    room, landed = _asked_for(w, 2 * expert, block % BLOCKS * 16, WIDTH // 512, 1)
+    t, _e = threads(4, 8)
+    row = expert.to(gl.int64) * (2 * INNER) + block % BLOCKS * 16 + _row_of(t)
+    groups = _groups(scale, row, row + INNER, WIDTH // 8)
+    phase = 0
+    for now in range(block, total, gl.num_programs(0)):
+        tile = now // BLOCKS
+        begin = now % BLOCKS * 16
+        first, end = _pairs(tile, tile_first, tile_end, ALONE)
+        token = _token(order, first, end, top_k, ALONE)
+        more = now + gl.num_programs(0) < total
+        then = gl.minimum(now + gl.num_programs(0), total - 1)
+        expert = gl.load(experts + then // BLOCKS).to(gl.int32)
+        row = expert.to(gl.int64) * (2 * INNER) + then % BLOCKS * 16 + _row_of(t)
+        coming = _groups(scale, row, row + INNER, WIDTH // 8)
+        acc = _multiplied(
+            room, landed, phase, groups, x, token, w, 2 * expert, then % BLOCKS * 16, more,
+            WIDTH // 8, 1, False, True,
+        )  # fmt: skip
+        _activated(acc, out, begin, first, end, beta, linear_beta, INNER, SITU)
+        groups = coming
+        phase ^= 1
 
 
 @gluon.jit
@@ -185,21 +270,21 @@ def down_whole_kernel(
     if OVERLAP:
         control(GO_ON)
     tile = gl.program_id(1)
-    if ALONE:
-        first, end = tile, tile + 1
-    else:
+    if not ALONE:  # noqa: SIM102 - what is behind it is then not compiled
         if tile >= gl.load(tile_count):
             return
-        first = gl.load(tile_first + tile)
-        end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    first, end = _pairs(tile, tile_first, tile_end, ALONE)
     expert = gl.load(experts + tile).to(gl.int32)
     begin = gl.program_id(0) * 32
     room, landed = _asked_for(w, (expert * WIDTH + begin) // 16, 0, INNER // 512, APART)
     t, _e = threads(4, 8)
     row = expert.to(gl.int64) * WIDTH + begin + _row_of(t)
+    groups = _groups(scale, row, row + 16, INNER // 8)
     place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
+    if OVERLAP:
+        control(WAIT)
     acc = _multiplied(
-        room, landed, scale, h, row, row + 16, place, INNER // 8, APART, True, OVERLAP
+        room, landed, 0, groups, h, place, w, 0, 0, False, INNER // 8, APART, True, False
     )
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)

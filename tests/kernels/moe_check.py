@@ -60,7 +60,8 @@ HALF = {
     for width, shape in SHAPES.items()
 }
 COPIED = FewShapes(gate_up=Whole(), down=Whole(apart=3))
-FEW_SHAPES = {"taken": FEW, "of one token": ALONE, "copied": COPIED}
+STAY = FewShapes(gate_up=Whole(stay=396), down=Whole(apart=6))
+FEW_SHAPES = {"taken": FEW, "of one token": ALONE, "copied": COPIED, "stay": STAY}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -387,6 +388,7 @@ def check_few() -> None:
         check_recorded(LatentMoEChain, other_sums=True)
         check_few_recorded(None)
         check_few_recorded(COPIED)
+        check_few_recorded(STAY)
 
 
 def check_large() -> None:

@@ -35,9 +35,9 @@ SHAPES = {
     "of one token": ALONE,
 }
 COPIED = {
-    "one wait": FewShapes(gate_up=Whole(apart=7), down=Whole(apart=7)),
     "a wait each": FewShapes(gate_up=Whole(), down=Whole()),
     "two waits": FewShapes(gate_up=Whole(apart=3), down=Whole(apart=3)),
+    "programs that stay": FewShapes(gate_up=Whole(stay=7), down=Whole(apart=8)),
 }
 
 
@@ -98,8 +98,9 @@ def test_tokens_that_share_experts(name: str) -> None:
     check_shared(stored(), SHAPES[name])
 
 
-def test_tokens_that_share_experts_copied() -> None:
-    check_shared(stored(512, 512), COPIED["one wait"])
+@pytest.mark.parametrize("name", ["a wait each", "programs that stay"])
+def test_tokens_that_share_experts_copied(name: str) -> None:
+    check_shared(stored(512, 512), COPIED[name])
 
 
 def check_shared(experts: Mxfp4Experts, shapes: FewShapes) -> None:
