@@ -216,7 +216,7 @@ def other_way(name: str, decoder: Decode):
     ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
     experts are asked for before they are added. ``enter``: a token's MLA norms are no launches of
     their own. ``mixed``: products of a row laid out by its width. ``argmax``: our own kernels for
-    it. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`. Several in one have ``+`` between.
+    it. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`. ``a+b`` is both.
     """
     with ExitStack() as stack:
         for part in name.split("+"):
