@@ -234,7 +234,7 @@ def _change(name: str, decoder: Any, stack: ExitStack) -> None:
 
     layers = {
         "one stream": ComposedLatentMoE,
-        "chain": chain.LatentMoEChain,
+        "beside": beside.LatentMoEBeside,
         "routed first": beside.LatentMoERoutedFirst,
     }
     if name == "late":
@@ -252,10 +252,16 @@ def _change(name: str, decoder: Any, stack: ExitStack) -> None:
         kernels = replace(decoder.model.kernels, argmax=argmax_gpu)
         stack.enter_context(patch.object(decoder.model, "kernels", kernels))
     elif name == "enter":
-        stack.enter_context(patch.object(ComposedMLALayer, "enter", MLALayerAlone.enter))
+        # A layer that has many tokens is told to do as always, by the name that is patched here.
+        usual, alone = ComposedMLALayer.enter, MLALayerAlone.enter
+
+        def enter(self: ComposedMLALayer, x: torch.Tensor, *args: Any) -> Any:
+            return (alone if len(x) == 1 else usual)(self, x, *args)
+
+        stack.enter_context(patch.object(ComposedMLALayer, "enter", enter))
     elif name in layers:
         called = layers[name].__call__
-        stack.enter_context(patch.object(beside.LatentMoEBeside, "__call__", called))
+        stack.enter_context(patch.object(chain.LatentMoEChain, "__call__", called))
     elif name:
         shape = linear.RowShape(*_numbers(name))
         stack.enter_context(patch.object(linear, "ROW", shape))

@@ -235,7 +235,7 @@ def triton_kernels(reason: str) -> Kernels:
         mla_store,
         mla_values,
     )
-    from k3vl.kernels.moe.beside import LatentMoEBeside
+    from k3vl.kernels.moe.chain import LatentMoEChain
     from k3vl.kernels.moe.gpu import (
         moe_experts_gpu,
         moe_experts_mxfp4_gpu,
@@ -264,7 +264,7 @@ def triton_kernels(reason: str) -> Kernels:
         linear=linear_gpu,
         glu_linear=glu_linear_gpu,
         rms_norm=rms_norm,
-        moe_layer=LatentMoEBeside,
+        moe_layer=LatentMoEChain,
     )
     return replace(language, vision=triton_vision(), recordable=True)
 

@@ -76,7 +76,7 @@ def kda_decode(
     cells: torch.Tensor,
     *,
     hopper: bool = True,
-    parts: int = 1,
+    parts: int = 2,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.kda.kda_decode`.
 
@@ -409,7 +409,9 @@ def _shape(heads: int, key: int, *, half: bool, hopper: bool) -> PrefillShape | 
     By the model alone: what a sequence gets does not depend on the batch.
     """
     if hopper:
-        return HopperShape(128, 5) if heads >= _MANY_HEADS else HopperShape(64, 3)
+        if heads >= _MANY_HEADS:
+            return HopperShape(128, 5, rows=8, early=True, joined=True, sooner=True)
+        return HopperShape(64, 3)
     return PrefillShape(min(key, 64), 4, *((3, 128) if half else (1, None)))
 
 

@@ -401,6 +401,10 @@ def _decode_parts(
     )
 
 
+_FEW_PARTS = 4
+"""Up to so many the lean launches win."""
+
+
 def _best_shape(
     q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
 ) -> DecodeShape | HopperShape:
@@ -410,7 +414,8 @@ def _best_shape(
     if heads > _FEW_HEADS and hopper:
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)
-        return HopperShape(max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE)))))
+        splits = max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE))))
+        return HopperShape(splits, "lean" if 1 < splits <= _FEW_PARTS else "sides")
     return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
 
 

@@ -7,6 +7,7 @@ so that a CUDA graph can hold all of it. Imported only where Triton runs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ from k3vl.kernels.moe.few import FewShapes, few_products, few_shapes
 from k3vl.kernels.moe.joined import can_join, joined_products
 from k3vl.kernels.moe.plan import (
     EIGHT,
+    FINE_WIDTHS,
     FULL,
     WIDTHS,
     ExpertPlan,
@@ -65,7 +67,9 @@ On an H200 8 + 0.015 us a token, and 12 to 14 + 0.007.
 JOINED_PAIRS = 8
 """From so many pairs an expert on, one product a step."""
 
-AT_ONCE_TOKENS, AT_ONCE_WARPS = 0, 16
+_PROGRAMS_OF_ONE = 6
+"""Programs of a multiprocessor that take the blocks of joined products in turn."""
+AT_ONCE_TOKENS, AT_ONCE_WARPS = 64, 16
 """Up to so many tokens their outputs are asked for before the first is added; not timed yet."""
 
 DENSE = Block(features=64, step=32, warps=4, stages=3)
@@ -195,7 +199,7 @@ def moe_experts_mxfp4_gpu(
     eps: float = 0.0,
     products: Products | None = None,
     few: FewShapes | None = None,
-    plan: Callable[[torch.Tensor, int], ExpertPlan] = plan_gpu,
+    plan: Callable[[torch.Tensor, int], ExpertPlan] | None = None,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
@@ -219,11 +223,20 @@ def moe_experts_mxfp4_gpu(
         outputs = few_products(x, tiles, stored, activation, top_k, few)
         combine(outputs, weights, norm, eps, out, overlap=True)
         return out
-    if products is None:
-        products = joined_products if many and can_join(stored, pairs) else separate_products
-    tiles = plan(experts, stored.count)
-    combine(products(x, tiles, stored, activation, top_k), weights, norm, eps, out)
+    if products is None and many and can_join(stored, pairs):
+        products = partial(joined_products, programs=_PROGRAMS_OF_ONE * _multiprocessors(x.device))
+        plan = plan or partial(plan_many_gpu, widths=FINE_WIDTHS)
+    tiles = (plan or plan_gpu)(experts, stored.count)
+    outputs = (products or separate_products)(x, tiles, stored, activation, top_k)
+    combine(outputs, weights, norm, eps, out)
     return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; elsewhere one stands for all."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _takes_few(x: torch.Tensor) -> bool:
