@@ -37,7 +37,6 @@ from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench import parts
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
-from k3vl.kernels.mla.layer import ComposedMLALayer
 from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.lm.decode import padded_size
 from k3vl.lm.engine import Engine
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from k3vl.kernels.bench.parts import Launch
-    from k3vl.kernels.linear.gpu import RowShape
     from k3vl.lm.backend import Token
     from k3vl.lm.decode import Decode
 
@@ -226,9 +224,7 @@ def other_way(name: str, decoder: Decode):
 
 def _change(name: str, decoder: Any, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
-    from k3vl.kernels.argmax.gpu import argmax_gpu
     from k3vl.kernels.linear import gpu as linear
-    from k3vl.kernels.mla.alone import MLALayerAlone
     from k3vl.kernels.moe import beside, chain
     from k3vl.kernels.moe import gpu as moe
 
@@ -246,34 +242,12 @@ def _change(name: str, decoder: Any, stack: ExitStack) -> None:
         stack.enter_context(patch.object(decoder, "overlaps", True))
     elif name == "at once":
         stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
-    elif name == "mixed":
-        stack.enter_context(patch.object(linear, "row_shape", _by_width))
-    elif name == "argmax":
-        kernels = replace(decoder.model.kernels, argmax=argmax_gpu)
-        stack.enter_context(patch.object(decoder.model, "kernels", kernels))
-    elif name == "enter":
-        # A layer that has many tokens is told to do as always, by the name that is patched here.
-        usual, alone = ComposedMLALayer.enter, MLALayerAlone.enter
-
-        def enter(self: ComposedMLALayer, x: torch.Tensor, *args: Any) -> Any:
-            return (alone if len(x) == 1 else usual)(self, x, *args)
-
-        stack.enter_context(patch.object(ComposedMLALayer, "enter", enter))
     elif name in layers:
         called = layers[name].__call__
         stack.enter_context(patch.object(chain.LatentMoEChain, "__call__", called))
     elif name:
         shape = linear.RowShape(*_numbers(name))
         stack.enter_context(patch.object(linear, "ROW", shape))
-
-
-def _by_width(width: int) -> RowShape:
-    """The best of e4c291c alone on an H200; 0.5 to 5 % less than the same for all but 128 wide."""
-    from k3vl.kernels.linear.gpu import ROW, RowShape
-
-    if width < 1024:
-        return ROW
-    return RowShape(4, 512, 2, stages=6) if width <= 8192 else RowShape(8, 512, 2, stages=3)
 
 
 def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def composed_kernels(
     glu_linear: Callable[[torch.Tensor, Weight, GatedActivation], torch.Tensor],
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
     moe_layer: type[ComposedLatentMoE[Any]] = ComposedLatentMoE,
+    mla_layer: type[ComposedMLALayer] = ComposedMLALayer,
 ) -> Kernels:
     """Whole layers from smaller ops."""
     gated_mlp = ComposedGatedMLP(glu_linear, linear)
@@ -148,7 +149,7 @@ def composed_kernels(
         rms_norm=rms_norm,
         attn_residual=attn_residual,
         kda=ComposedKDA(linear=linear, kda_decode=kda_decode, kda_prefill=kda_prefill),
-        mla=ComposedMLALayer(
+        mla=mla_layer(
             linear=linear,
             rms_norm=rms_norm,
             attend=ComposedMLA(
@@ -223,9 +224,11 @@ def cpu_kernels(reason: str) -> Kernels:
 
 def triton_kernels(reason: str) -> Kernels:
     """Attention, states, mixtures and experts in Triton; plain matrix products from PyTorch."""
+    from k3vl.kernels.argmax.gpu import argmax_gpu
     from k3vl.kernels.attn_residual.gpu import attn_residual
     from k3vl.kernels.kda.gpu import kda_decode, kda_prefill
     from k3vl.kernels.linear.gpu import glu_linear_gpu, linear_gpu
+    from k3vl.kernels.mla.alone import MLALayerAlone
     from k3vl.kernels.mla.gpu import (
         mla_absorb,
         mla_decode,
@@ -265,8 +268,9 @@ def triton_kernels(reason: str) -> Kernels:
         glu_linear=glu_linear_gpu,
         rms_norm=rms_norm,
         moe_layer=LatentMoEChain,
+        mla_layer=MLALayerAlone,
     )
-    return replace(language, vision=triton_vision(), recordable=True)
+    return replace(language, vision=triton_vision(), argmax=argmax_gpu, recordable=True)
 
 
 SHARED_MEMORY = 227 << 10

@@ -53,7 +53,6 @@ def tower_cases() -> Iterator[Case]:
             flops=_flops(config, lengths),
             variants={
                 "recorded": Peer(partial(_recorded, encode, patches, grids)),
-                "recorded, products by cuBLASLt": Peer(partial(_by_lt, encode, patches, grids)),
                 **_other_blocks(config, tensors, patches, grids),
             },
             compared=True,
@@ -78,16 +77,6 @@ def _recorded(encode: Encoder, patches: torch.Tensor, grids: Sequence[Grid]) -> 
     plan = encode.tower.plan(grids)
     step = GraphRunner().make(lambda: encode.projector(encode.tower.run(patches, plan)))
     return Work(step, step)
-
-
-def _by_lt(encode: Encoder, patches: torch.Tensor, grids: Sequence[Grid]) -> Work:
-    """All products from cuBLASLt: a graph keeps what was chosen while it was recorded."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
-        return _recorded(encode, patches, grids)
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 _BACKWARDS = RotateShape(4, 8, 4, backwards=True)
