@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3vl.kernels.recording import own_stream
+from k3vl.kernels.recording import OwnStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,8 @@ def while_asleep(stream: torch.cuda.Stream, name: str, work: Callable[[], object
 
 
 def main() -> None:
-    stream, kept = own_stream(), list[object]()
+    own, kept = OwnStream(), list[object]()
+    stream = own.stream
     for power in (14, 17, 20, 22, 25):
         work = lambda n=2**power: kept.append(torch.empty(n, dtype=torch.uint8, pin_memory=True))  # noqa: E731
         while_asleep(stream, f"locking {2**power:,} bytes", work)

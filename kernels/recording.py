@@ -49,7 +49,7 @@ class EagerRunner:
 class GraphRunner:
     """Records a step as a CUDA graph; all graphs share one pool of memory, and a stream.
 
-    The stream is no other's (:func:`own_stream`): cuBLAS has a workspace for every stream that it
+    The stream is no other's (:class:`OwnStream`): cuBLAS has a workspace for every stream that it
     is recorded on, and graphs of two runners, such as the tower's and decoding's, are replayed side
     by side.
 
@@ -60,16 +60,16 @@ class GraphRunner:
     def __init__(self) -> None:
         """An empty pool."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = own_stream()
+        self._own = OwnStream()
 
     def make(self, step: Step) -> Step:
         """See :class:`Runner`; replays go where the caller is then, in its stream's order."""
-        current, stream = torch.cuda.current_stream(), self._stream
+        current, stream = torch.cuda.current_stream(), self._own.stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             step()  # compiles kernels and loads libraries, which cannot be recorded
         current.wait_stream(stream)
-        graph, origin = torch.cuda.CUDAGraph(), _origin(current.device)
+        graph, origin = torch.cuda.CUDAGraph(), _origin(current.device).stream
         # The encoder's thread may allocate meanwhile: that is none of this capture's business. The
         # outer stream is there for a capture that fails, after which torch leaves its own current.
         with (
@@ -92,35 +92,47 @@ class GraphRunner:
 
 _POOL = 32
 """Streams that torch has of a device; it hands them out in turn, those in use among them."""
-_owned: WeakSet[torch.cuda.Stream] = WeakSet()
-"""Of the process, as torch's are: what is held by somebody who wants to be alone there."""
 
 
-def own_stream(device: torch.device | None = None) -> torch.cuda.Stream:
-    """A stream that is nobody else's who got one here, for as long as it is held.
+class OwnStream:
+    """A stream that is nobody else's who got one here, for as long as this is held.
 
     ``torch.cuda.Stream()`` may be one that somebody has: a trainer that renews weights a few dozen
-    times would have the tower recorded where decoding is.
+    times would have the tower recorded where decoding is. Who holds what is known by weak
+    references to this and not to the stream: those to torch's outlive it.
 
-    Raises:
-        RuntimeError: all are held.
+    Attributes:
+        stream: the stream.
     """
-    for collected in (False, True):
-        if collected:
-            gc.collect()  # what holds graphs is held by them now and then
-        held = {(stream.device, stream.cuda_stream) for stream in _owned}
-        for _ in range(_POOL):
-            stream = torch.cuda.Stream(device)
-            if (stream.device, stream.cuda_stream) not in held:
-                _owned.add(stream)
-                return stream
-    raise RuntimeError(f"all {_POOL} streams of the device are in use")
+
+    __slots__ = ("__weakref__", "stream")
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Take one.
+
+        Raises:
+            RuntimeError: all are held.
+        """
+        for collected in (False, True):
+            if collected:
+                gc.collect()  # what holds graphs is held by them now and then
+            held = {(own.stream.device, own.stream.cuda_stream) for own in _owned}
+            for _ in range(_POOL):
+                self.stream = torch.cuda.Stream(device)
+                if (self.stream.device, self.stream.cuda_stream) not in held:
+                    _owned.add(self)
+                    return
+        raise RuntimeError(f"all {_POOL} streams of the device are in use")
+
+
+_owned: WeakSet[OwnStream] = WeakSet()
+"""Of the process, as torch's streams are."""
 
 
 @lru_cache
-def _origin(device: torch.device) -> torch.cuda.Stream:
+def _origin(device: torch.device) -> OwnStream:
     """Where captures begin; nothing runs there."""
-    return own_stream(device)
+    return OwnStream(device)
 
 
 @dataclass(frozen=True, slots=True)

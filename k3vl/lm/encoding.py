@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from k3vl.errors import BackendError
-from k3vl.kernels.recording import own_stream
+from k3vl.kernels.recording import OwnStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -211,7 +211,8 @@ class EncodeOnStream:
 
     def __init__(self, encoder: Encoder) -> None:
         self.seconds = 0.0
-        self._stream = own_stream()
+        self._own = OwnStream()
+        self._stream = self._own.stream
         self._launched: deque[tuple[list[Made], torch.cuda.Event, torch.cuda.Event]] = deque()
         self._untimed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self.renew(encoder)

@@ -10,7 +10,7 @@ import torch
 
 from k3vl.kernels.dependent import after_all
 from k3vl.kernels.moe.latent import ComposedLatentMoE, E, check_shapes
-from k3vl.kernels.recording import own_stream
+from k3vl.kernels.recording import OwnStream
 
 if TYPE_CHECKING:
     from k3vl.kernels.moe.latent import MoEWeights
@@ -33,7 +33,7 @@ class LatentMoEBeside(ComposedLatentMoE[E]):
             # slots: super() has no class
             return ComposedLatentMoE.__call__(self, x, weights, onto)
         check_shapes(x, weights)
-        here, beside = torch.cuda.current_stream(x.device), _second_stream(x.device)
+        here, beside = torch.cuda.current_stream(x.device), _second_stream(x.device).stream
         # What crosses streams belongs to the first one, which waits before it is used or freed.
         both = torch.zeros_like(x) if onto is None else onto
         logits, latent = self.front(x, weights.router, weights.down)
@@ -79,5 +79,5 @@ def _urgent_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @lru_cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return own_stream(device)
+def _second_stream(device: torch.device) -> OwnStream:
+    return OwnStream(device)

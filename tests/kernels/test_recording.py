@@ -12,8 +12,9 @@ from k3vl.kernels import recording
 
 
 class Stream:
-    """As of torch: of few that there are, in turn."""
+    """As of torch: of few that there are, in turn; a weak reference would not know of its end."""
 
+    __slots__ = ("cuda_stream",)
     device, made = "cuda:0", count()
 
     def __init__(self, device: object = None) -> None:
@@ -27,25 +28,25 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stream_is_nobody_elses_for_as_long_as_it_is_held() -> None:
-    kept = recording.own_stream()
+    kept = recording.OwnStream()
     for _ in range(3 * recording._POOL):
         Stream()  # somebody's who does not mind
-        assert recording.own_stream().cuda_stream != kept.cuda_stream
+        assert recording.OwnStream().stream.cuda_stream != kept.stream.cuda_stream
 
 
 def test_one_that_is_in_a_circle_comes_back() -> None:
     class Holder:
         def __init__(self) -> None:
-            self.itself, self.stream = self, recording.own_stream()
+            self.itself, self.stream = self, recording.OwnStream()
 
     for _ in range(recording._POOL):
         Holder()
-    assert recording.own_stream() is not None
+    assert recording.OwnStream() is not None
 
 
 def test_more_than_there_are_is_refused() -> None:
-    held = [recording.own_stream() for _ in range(recording._POOL)]
-    assert len({stream.cuda_stream for stream in held}) == recording._POOL
+    held = [recording.OwnStream() for _ in range(recording._POOL)]
+    assert len({own.stream.cuda_stream for own in held}) == recording._POOL
     gc.collect()
     with pytest.raises(RuntimeError, match="32 streams"):
-        recording.own_stream()
+        recording.OwnStream()
