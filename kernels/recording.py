@@ -107,6 +107,8 @@ class OwnStream:
 
     __slots__ = ("__weakref__", "stream")
 
+    stream: torch.cuda.Stream
+
     def __init__(self, device: torch.device | None = None) -> None:
         """Take one.
 

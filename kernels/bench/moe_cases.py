@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,23 +15,17 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.beside import LatentMoERoutedFirst
 from k3vl.kernels.moe.chain import LatentMoEChain
-from k3vl.kernels.moe.few import SHAPES as FEW_SHAPES
-from k3vl.kernels.moe.few import Few, FewShapes, Whole
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
     combine,
     moe_experts_mxfp4_gpu,
     plan_gpu,
-    plan_many_gpu,
+    products_of_many,
     route_gpu,
 )
-from k3vl.kernels.moe.joined import SHAPES, joined_products
-from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
+from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-from k3vl.kernels.moe.plan import FINE_WIDTHS, FULL, SMALL_FULL, SMALL_WIDTHS, WIDTHS
-from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
@@ -87,7 +81,10 @@ def moe_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
-            variants=_variants(tokens, ours),
+            # Few tokens have products of their own; from how many on these do better is open.
+            variants={"one product a step": partial(_many, x, weights, chosen, stored, norm)}
+            if 256 <= tokens < JOINED_PAIRS * _E // _K
+            else {},
             compared=True,
             peers={
                 **_peers(tokens, chosen),
@@ -96,75 +93,16 @@ def moe_cases() -> Iterator[Case]:
         )
 
 
-_IN, _BACK = Few(parts=2, registers=96), Few(warps=2)
-_COPIED = FewShapes(gate_up=Whole(), down=Whole())
-_STAY = FewShapes(gate_up=Whole(stay=396), down=Whole())
-_ONE = {
-    "copied a1": _COPIED,
-    "in copied, 396 stay, back copied a1": _STAY,
-    "copied a7, back a6": FewShapes(gate_up=Whole(apart=7), down=Whole(apart=6)),
-    "in copied a1, back w2 d2": FewShapes(gate_up=Whole(), down=_BACK),
-    "in w4 p2 d2, back copied a1": FewShapes(gate_up=_IN, down=Whole()),
-}
-_MORE = {
-    "copied a1": _COPIED,
-    "in copied, 396 stay, back copied a1": _STAY,
-    "in w4 d2 early, back copied a1": FewShapes(gate_up=FEW_SHAPES.gate_up, down=Whole()),
-}
-"""Warps of a program, parts of the columns, steps asked for at once, registers; copies that are
-waited for together; programs that stay, three of each of an H200's multiprocessors."""
-
-
-def _variants(tokens: int, ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """Other shapes of the products for few tokens, and eight products a step in their place."""
-    if tokens * _K >= JOINED_PAIRS * _E:
-        return _many_variants(ours)
-    shapes = _ONE if tokens == 1 else _MORE
-    return {
-        "eight products a step": partial(ours, products=separate_products),
-        **{f"few, {name}": partial(ours, few=cut) for name, cut in shapes.items()},
-    }
-
-
-_BY_32 = (16, 32, 64, 96, 128, 160, 192)
-_EIGHT_WARPS = {
-    **SHAPES,
-    **{width: replace(SHAPES[width], warps=8, registers=128) for width in (80, 96)},
-}
-_HALF_STEPS = {
-    **_EIGHT_WARPS,
-    80: replace(SHAPES[80], half=True, stages=4, registers=168),
-    **{
-        width: replace(SHAPES[width], half=True, stages=4, registers=128)
-        for width in (128, 144, 160)
-    },
-}
-"""Three programs of four warps share a multiprocessor, or two of eight."""
-
-
-def _many_variants(ours: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """Programs that take blocks in turn, six for a multiprocessor; finer widths; half steps."""
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    ways = {
-        "in turn": (WIDTHS, FULL, SHAPES),
-        "in turn, fine widths": (FINE_WIDTHS, FULL, SHAPES),
-        "in turn, fine widths, 80 and 96 w8": (FINE_WIDTHS, FULL, _EIGHT_WARPS),
-        "in turn, up to 96, 80 and 96 w8": (SMALL_WIDTHS, SMALL_FULL, _EIGHT_WARPS),
-        "in turn, up to 160, 96 w8, 80 and 128 on half steps": (
-            FINE_WIDTHS[:-1],
-            FULL,
-            _HALF_STEPS,
-        ),
-        "in turn, by 32, 96 w8": (_BY_32, FULL, _EIGHT_WARPS),
-    }
-    return {
-        f"{name}, planned at once": partial(
-            ours,
-            plan=partial(plan_many_gpu, widths=widths, full=full),
-            products=partial(joined_products, shapes=shapes, programs=6 * processors),
-        )
-        for name, (widths, full, shapes) in ways.items()
-    }
+def _many(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    stored: Mxfp4Experts,
+    norm: torch.Tensor,
+) -> torch.Tensor:
+    """As for many tokens."""
+    outputs = products_of_many(x, chosen, stored, _SITU)
+    return combine(outputs, weights, norm, 1e-5, torch.empty_like(x))
 
 
 def _want(
@@ -240,20 +178,7 @@ def layer_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=touched * _BYTES_OF_ONE + always + 4 * tokens * _D,
             flops=2 * tokens * (_K * 3 * _L * _I + 3 * _S * _D + 2 * _L * _D + _E * _D),
-            variants={
-                name: partial(layer.__call__, ours, x, weights) for name, layer in _LAYERS.items()
-            }
-            if tokens == 1
-            else {},
-            compared=True,
         )
-
-
-_LAYERS: dict[str, type[ComposedLatentMoE[Any]]] = {
-    "one stream": ComposedLatentMoE,
-    "chain": LatentMoEChain,
-    "routed first": LatentMoERoutedFirst,
-}
 
 
 def _widened(weights: MoEWeights[Mxfp4Experts]) -> MoEWeights[Mxfp4Experts]:
@@ -321,17 +246,14 @@ def combine_cases() -> Iterator[Case]:
     for tokens in (1, 32, 512, 8192):
         y, out = normal(tokens * _K, _L), normal(tokens, _L)
         weights = torch.rand(tokens, _K, device="cuda")
-        ours = partial(combine, y, weights, norm, 1e-5, out)
         yield Case(
             op="combine",
             shape=f"T{tokens}, {_K} outputs a token",
-            ours=ours,
+            ours=partial(combine, y, weights, norm, 1e-5, out),
             want=partial(_summed, y, weights, norm),
             limit=8e-3,
             bytes=2 * (tokens + 1) * _K * _L,
             flops=2 * tokens * _K * _L,
-            variants={f"at once, {warps} warps": partial(ours, warps=warps) for warps in (8, 16)},
-            compared=True,
         )
 
 

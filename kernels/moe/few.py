@@ -1,6 +1,5 @@
-"""Launches of the products for experts with up to 16 pairs, on Hopper.
+"""Launches of the products in ``few_kernel.py``: experts with up to 16 pairs, on Hopper.
 
-``few_kernel.py`` loads words into registers, ``few_whole_kernel.py`` copies them to shared memory.
 Wider tiles have the products in ``experts_kernel.py``, over the same memory.
 """
 # mypy: disable-error-code="no-untyped-call"
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from k3vl.kernels.situ import GatedActivation
 
 _STEP_COLUMNS = 128
-_TURN = (2, 2, 16, 32)
-"""Words of one copy: 512 columns of twice 16 rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,41 +54,11 @@ class Few:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """How a product over whole rows, copied to shared memory at once, is cut.
-
-    Attributes:
-        apart: copies, of 512 columns each, that are waited for together.
-        stay: programs, on the way in, that take one block behind the other; 0: one for each block.
-    """
-
-    apart: int = 1
-    stay: int = 0
-
-    def fits(self, features: int, columns: int) -> bool:
-        """Whether blocks divide a matrix; any number of blocks of rows does."""
-        return features > 0 and columns % (4 * _STEP_COLUMNS) == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FewShapes:
     """The way in and the way back."""
 
-    gate_up: Few | Whole
-    down: Few | Whole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blocks:
-    """Words that a kernel copies block by block, for a launch to describe.
-
-    Attributes:
-        tensor: of the last axis the elements are neighbours.
-        block: size of a copy.
-    """
-
-    tensor: torch.Tensor
-    block: tuple[int, ...]
+    gate_up: Few
+    down: Few
 
 
 SHAPES = FewShapes(gate_up=Few(registers=128, early=True), down=Few(warps=2, early=True))
@@ -172,7 +139,7 @@ def few_products(
 
 def _gate_up(
     start: Callable[..., None],
-    shape: Few | Whole,
+    shape: Few,
     tiles: int,
     x: torch.Tensor,
     stored: Mxfp4Experts,
@@ -182,38 +149,19 @@ def _gate_up(
     activation: GatedActivation,
     shared: dict[str, bool],
 ) -> None:
-    rest = (
-        stored.w13_scale.view(torch.int32), *lists, hidden, top_k, *caps(activation)
-    )  # fmt: skip
-    constants: dict[str, Any] = {
-        "WIDTH": stored.latent,
-        "INNER": stored.inner,
-        "SITU": isinstance(activation, SituGLU),
-        **_constants(shape),
-        **shared,
-    }
-    x = x.contiguous().view(torch.int32)
-    blocks = stored.inner // 16
-    if isinstance(shape, Whole):
-        from k3vl.kernels.moe.few_whole_kernel import gate_up_stay_kernel, gate_up_whole_kernel
-
-        words = _blocks(stored.w13, stored.inner)
-        if shape.stay:
-            del constants["APART"]
-            grid = min(shape.stay, blocks * tiles), 1
-            start(gate_up_stay_kernel, grid, x, words, *rest, tiles, **constants)
-        else:
-            start(gate_up_whole_kernel, (blocks, tiles), x, words, *rest, **constants)
-        return
     from k3vl.kernels.moe.few_kernel import gate_up_few_kernel
 
-    grid = blocks // (shape.warps // shape.parts), tiles
-    start(gate_up_few_kernel, grid, x, stored.w13, *rest, **constants)
+    start(
+        gate_up_few_kernel, (stored.inner // 16 // (shape.warps // shape.parts), tiles),
+        x.contiguous().view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), *lists,
+        hidden, top_k, *caps(activation), WIDTH=stored.latent, INNER=stored.inner,
+        SITU=isinstance(activation, SituGLU), **_constants(shape), **shared,
+    )  # fmt: skip
 
 
 def _down(
     start: Callable[..., None],
-    shape: Few | Whole,
+    shape: Few,
     tiles: int,
     hidden: torch.Tensor,
     stored: Mxfp4Experts,
@@ -221,37 +169,17 @@ def _down(
     outputs: torch.Tensor,
     shared: dict[str, bool],
 ) -> None:
-    rest = (stored.w2_scale.view(torch.int32), *lists, outputs)
-    constants: dict[str, Any] = {
-        "INNER": stored.inner,
-        "WIDTH": stored.latent,
-        "launch_pdl": shared["OVERLAP"],
-        **_constants(shape),
-        **shared,
-    }
-    hidden = hidden.view(torch.int32)
-    blocks = stored.latent // 32
-    if isinstance(shape, Whole):
-        from k3vl.kernels.moe.few_whole_kernel import down_whole_kernel
-
-        words = _blocks(stored.w2, 16)
-        start(down_whole_kernel, (blocks, tiles), hidden, words, *rest, **constants)
-        return
     from k3vl.kernels.moe.few_kernel import down_few_kernel
 
-    grid = blocks // (shape.warps // shape.parts), tiles
-    start(down_few_kernel, grid, hidden, stored.w2, *rest, **constants)
+    start(
+        down_few_kernel, (stored.latent // 32 // (shape.warps // shape.parts), tiles),
+        hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), *lists, outputs,
+        INNER=stored.inner, WIDTH=stored.latent, launch_pdl=shared["OVERLAP"],
+        **_constants(shape), **shared,
+    )  # fmt: skip
 
 
-def _blocks(words: torch.Tensor, rows: int) -> Blocks:
-    """[E, R, C / 8] words as [C / 256, E R / rows, rows, 32]."""
-    split = words.view(-1, rows, words.shape[-1] // 32, 32)
-    return Blocks(tensor=split.permute(2, 0, 1, 3), block=_TURN)
-
-
-def _constants(shape: Few | Whole) -> dict[str, int | bool | None]:
-    if isinstance(shape, Whole):
-        return {"APART": shape.apart, "num_warps": 4}
+def _constants(shape: Few) -> dict[str, int | bool | None]:
     return {
         "WARPS": shape.warps,
         "PARTS": shape.parts,
@@ -263,14 +191,4 @@ def _constants(shape: Few | Whole) -> dict[str, int | bool | None]:
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    kernel[grid](*map(_described, args), **options)
-
-
-def _described(arg: Any) -> Any:
-    if not isinstance(arg, Blocks):
-        return arg
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
-    return TensorDescriptor.from_tensor(arg.tensor, list(arg.block), layout)
+    kernel[grid](*args, **options)

@@ -21,8 +21,8 @@ ACC, A, B, X, SCALE = 8, 16, 24, 32, 48
 SELECT, LANE = 80, 88
 
 
-def _product_code(*, split: bool) -> str:
-    """Machine code: 128 columns more for sums of 32 rows and eight tokens; see ``product``."""
+def _product(*, split: bool) -> str:
+    """Machine code: 128 columns more for sums of 32 rows and eight tokens; see ``_step``."""
     lines = ["{", ".reg .b32 m, s, f<4>, a<8>, x<16>;"]
     for row in range(4):
         lines += [
@@ -94,8 +94,8 @@ def _decoded(word: str, field: int, factor: str, to: str) -> list[str]:
     return [*lines, f"mul.rn.bf16x2 {to}, m, {factor};"]
 
 
-PRODUCT = gl.constexpr(_product_code(split=False))
-PRODUCT_SPLIT = gl.constexpr(_product_code(split=True))
+PRODUCT = gl.constexpr(_product(split=False))
+PRODUCT_SPLIT = gl.constexpr(_product(split=True))
 """The same for tokens that lie split by n, then j, as the first product writes them."""
 REGISTERS = gl.constexpr(",".join([*["=&f"] * 8, *map(str, range(8)), *["r"] * 80]))
 """Sums are written before all operands are read, so nothing else may lie where they do."""
@@ -106,7 +106,7 @@ GO_ON = gl.constexpr("griddepcontrol.launch_dependents; // dummy $0")
 
 
 @gluon.jit
-def threads(WARPS: gl.constexpr, COUNT: gl.constexpr):
+def _threads(WARPS: gl.constexpr, COUNT: gl.constexpr):
     """Thread numbers [32 WARPS] and element numbers [COUNT] of a block."""
     L: gl.constexpr = gl.BlockedLayout([1, COUNT], [32, 1], [WARPS, 1], [1, 0])
     t = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, L))
@@ -114,15 +114,14 @@ def threads(WARPS: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def control(CODE: gl.constexpr):
-    """An instruction that controls launches or the assembler."""
+def _control(CODE: gl.constexpr):
     gl.inline_asm_elementwise(CODE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _words(at, apart, WARPS: gl.constexpr):
     """Four words of rows g and g + 8 of a thread: [32 WARPS, 8]."""
-    _t, e = threads(WARPS, 8)
+    _t, e = _threads(WARPS, 8)
     return gl.load(at + (e // 4 * apart + e % 4)[None, :], cache_modifier=".cg")
 
 
@@ -135,13 +134,17 @@ def _scales(a_at, b_at, k, apart):
 
 
 @gluon.jit
-def product(acc, a, b, x0, x1, groups, select, lane, SPLIT: gl.constexpr):
+def _step(
+    acc, words, i, groups, x_at, k, select, lane, SPLIT: gl.constexpr, WORDS: gl.constexpr
+):  # fmt: skip
     """Sums of 32 rows and eight tokens, and 128 columns more of them.
 
     All [threads, 8]: sums of rows g and g + 8 of ``a``, columns 2 q and 2 q + 1, then of ``b``;
     words; tokens; the other operands are the same for all eight.
     """
     CODE: gl.constexpr = PRODUCT_SPLIT if SPLIT else PRODUCT
+    x_at += (k + i) * (8 if SPLIT else 64)
+    x0, x1 = gl.load(x_at), gl.load(x_at + (WORDS * 2 if SPLIT else 8))
     s0, acc = gl.broadcast(groups[0], acc)
     s1, acc = gl.broadcast(groups[1], acc)
     s2, acc = gl.broadcast(groups[2], acc)
@@ -149,19 +152,10 @@ def product(acc, a, b, x0, x1, groups, select, lane, SPLIT: gl.constexpr):
     select, acc = gl.broadcast(select, acc)
     lane, acc = gl.broadcast(lane, acc)
     return gl.inline_asm_elementwise(
-        CODE, REGISTERS, [acc, a, b, x0, x1, s0, s1, s2, s3, select, lane],
+        CODE, REGISTERS,
+        [acc, words[2 * i], words[2 * i + 1], x0, x1, s0, s1, s2, s3, select, lane],
         dtype=gl.float32, is_pure=True, pack=8,
     )  # fmt: skip
-
-
-@gluon.jit
-def _step(
-    acc, words, i, groups, x_at, k, select, lane, SPLIT: gl.constexpr, WORDS: gl.constexpr
-):  # fmt: skip
-    """:func:`product` with step ``k + i``, whose words are the ``i``-th of those at hand."""
-    x_at += (k + i) * (8 if SPLIT else 64)
-    x0, x1 = gl.load(x_at), gl.load(x_at + (WORDS * 2 if SPLIT else 8))
-    return product(acc, words[2 * i], words[2 * i + 1], x0, x1, groups, select, lane, SPLIT)
 
 
 @gluon.jit
@@ -174,7 +168,7 @@ def _rows_times_tokens(
 
     Every of PARTS groups of warps takes its share of the columns.
     """
-    t, e = threads(WARPS, 8)
+    t, e = _threads(WARPS, 8)
     q = t % 4
     STEPS: gl.constexpr = WORDS // 16 // PARTS
     part = t // 32 // (WARPS // PARTS) * STEPS
@@ -224,17 +218,17 @@ def _steps(
     registers: one wait for DEPTH steps, in which other warps decode.
     """
     BELOW: gl.constexpr = 8 * WORDS
-    t, _e = threads(WARPS, 8)
+    t, _e = _threads(WARPS, 8)
     words = _words_of(a_at, b_at, 0, BELOW, WARPS, DEPTH)
     groups = _scales(sa_at, sb_at, 0, BELOW // 16)
     if WAITS:
-        control(WAIT)
+        _control(WAIT)
     for k in range(0, STEPS - DEPTH, DEPTH):
         coming = _scales(sa_at, sb_at, k + DEPTH, BELOW // 16)
         later = ()
         if EARLY:
             later = _words_of(a_at, b_at, k + DEPTH, BELOW, WARPS, DEPTH)
-            control(STAY)
+            _control(STAY)
         for i in gl.static_range(DEPTH):
             lane = (t % 32 // 4 * 4 + i)[:, None]
             acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
@@ -261,7 +255,7 @@ def gate_up_few_kernel(
     words; out [N k, INNER] in sorted order. ALONE: every pair is a tile, experts as routed.
     """
     if OVERLAP:
-        control(GO_ON)
+        _control(GO_ON)
     tile = gl.program_id(1)
     if ALONE:
         first, end = tile, tile + 1
@@ -274,7 +268,7 @@ def gate_up_few_kernel(
     row = gl.load(experts + tile).to(gl.int64) * (2 * INNER) + gl.program_id(0) * ROWS
     THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    t, _e = threads(WARPS, 8)
+    t, _e = _threads(WARPS, 8)
     own = row + t // 32 % (WARPS // PARTS) * 16 + t % 32 // 4
     pair = gl.minimum(first + t % 32 // 4, end - 1)
     if not ALONE:
@@ -306,7 +300,7 @@ def down_few_kernel(
     [E, WIDTH, INNER / 128] words; out [N k, WIDTH] by pair.
     """
     if OVERLAP:
-        control(GO_ON)
+        _control(GO_ON)
     tile = gl.program_id(1)
     if ALONE:
         first, end = tile, tile + 1
@@ -319,7 +313,7 @@ def down_few_kernel(
     row = gl.load(experts + tile).to(gl.int64) * WIDTH + gl.program_id(0) * ROWS
     THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
-    t, _e = threads(WARPS, 8)
+    t, _e = _threads(WARPS, 8)
     own = row + t // 32 % (WARPS // PARTS) * 32 + t % 32 // 4
     place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
     acc = _rows_times_tokens(

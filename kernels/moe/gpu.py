@@ -7,7 +7,6 @@ so that a CUDA graph can hold all of it. Imported only where Triton runs.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,8 +68,9 @@ JOINED_PAIRS = 8
 
 _PROGRAMS_OF_ONE = 6
 """Programs of a multiprocessor that take the blocks of joined products in turn."""
+
 AT_ONCE_TOKENS, AT_ONCE_WARPS = 64, 16
-"""Up to so many tokens their outputs are asked for before the first is added; not timed yet."""
+"""Up to so many tokens their outputs are asked for before the first is added."""
 
 DENSE = Block(features=64, step=32, warps=4, stages=3)
 
@@ -152,16 +152,10 @@ def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> Exper
     return ExpertPlan(order=order, tiles=tiles)
 
 
-def plan_many_gpu(
-    experts: torch.Tensor,
-    num_experts: int,
-    narrow: int = 16,
-    widths: tuple[int, ...] = WIDTHS,
-    full: int = FULL,
-) -> ExpertPlan:
-    """:func:`plan_experts`, of any number of pairs: sorted by torch, the rest in one launch."""
+def plan_many_gpu(experts: torch.Tensor, num_experts: int) -> ExpertPlan:
+    """:func:`plan_experts` in FINE_WIDTHS: sorted by torch, the rest in one launch."""
     (tokens, top_k), pairs = experts.shape, experts.numel()
-    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths, full)
+    bounds = most_tiles(tokens, top_k, num_experts, widths=FINE_WIDTHS)
     longest = max(bounds.values(), default=0)
     # A sort goes over its keys' bits: half of them, half of the time.
     keys = experts.flatten().to(torch.int16 if num_experts < 1 << 15 else torch.int32)
@@ -172,18 +166,17 @@ def plan_many_gpu(
 
     expert, first, end = (ints(len(bounds), longest) for _ in range(3))
     counts = ints(len(bounds))
-    names = (narrow, *widths[1:])
     if bounds:
         tiles_kernel[(1,)](
             ascending, expert, first, end, counts, longest, pairs, pairs.bit_length(),
-            E=num_experts, NARROW=narrow, NUM=1 + max(names.index(width) for width in bounds),
-            SIXTEENTHS=sum(width // 16 << 4 * n for n, width in enumerate(widths)),
-            JOINED=widths[-1] - full, FULL=full,
+            E=num_experts, NUM=1 + max(FINE_WIDTHS.index(width) for width in bounds),
+            SIXTEENTHS=sum(width // 16 << 4 * n for n, width in enumerate(FINE_WIDTHS)),
+            JOINED=FINE_WIDTHS[-1] - FULL, FULL=FULL,
             BLOCK=triton.next_power_of_2(num_experts), num_warps=8,
         )  # fmt: skip
     tiles = {
         width: Tiles(expert=expert[i, : bounds[width]], first=first[i], end=end[i], count=counts[i])
-        for i, width in enumerate(names)
+        for i, width in enumerate(FINE_WIDTHS)
         if width in bounds
     }
     return ExpertPlan(order=order.int(), tiles=tiles)
@@ -199,7 +192,6 @@ def moe_experts_mxfp4_gpu(
     eps: float = 0.0,
     products: Products | None = None,
     few: FewShapes | None = None,
-    plan: Callable[[torch.Tensor, int], ExpertPlan] | None = None,
 ) -> torch.Tensor:
     """:func:`k3vl.kernels.moe.moe_experts` over packed weights, without waiting for the device.
 
@@ -207,7 +199,6 @@ def moe_experts_mxfp4_gpu(
     what the others are, only on how many there are and share its experts: that decides about widths
     of tiles and order of sums (float32). ``few`` and ``products`` None: by the device, the experts'
     widths and the number of pairs an expert; else the products for few tokens, cut so, or these.
-    ``plan``: makes the tiles that ``products`` are given.
     """
     check_experts(x, weights, experts, stored, norm)
     tokens, top_k = experts.shape
@@ -224,12 +215,31 @@ def moe_experts_mxfp4_gpu(
         combine(outputs, weights, norm, eps, out, overlap=True)
         return out
     if products is None and many and can_join(stored, pairs):
-        products = partial(joined_products, programs=_PROGRAMS_OF_ONE * _multiprocessors(x.device))
-        plan = plan or partial(plan_many_gpu, widths=FINE_WIDTHS)
-    tiles = (plan or plan_gpu)(experts, stored.count)
-    outputs = (products or separate_products)(x, tiles, stored, activation, top_k)
+        outputs = products_of_many(x, experts, stored, activation)
+    else:
+        tiles = plan_gpu(experts, stored.count)
+        outputs = (products or separate_products)(x, tiles, stored, activation, top_k)
     combine(outputs, weights, norm, eps, out)
     return out
+
+
+def products_of_many(
+    x: torch.Tensor, experts: torch.Tensor, stored: Mxfp4Experts, activation: GatedActivation
+) -> torch.Tensor:
+    """Every pair's output by itself: in fine tiles, one product a step, by programs in turn.
+
+    Args:
+        x: [N, L].
+        experts: [N, k] int64.
+        stored: the experts; see :func:`~k3vl.kernels.moe.joined.can_join`.
+        activation: theirs.
+
+    Returns:
+        [N k, L] by pair, in the dtype of ``x``.
+    """
+    programs = _PROGRAMS_OF_ONE * _multiprocessors(x.device)
+    plan = plan_many_gpu(experts, stored.count)
+    return joined_products(x, plan, stored, activation, experts.shape[1], programs=programs)
 
 
 def _multiprocessors(device: torch.device) -> int:

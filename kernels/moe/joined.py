@@ -33,8 +33,6 @@ class Joined:
         rows: of weights in a block, 64 for four warps at least; half of them gates, half ups.
         warps: of a block.
         parts: of 128 columns in a step.
-        half: whether a step has 64 columns, which needs fewer registers; of one part, then.
-        registers: of a thread at most; None: as many as it takes.
         stages: steps whose loads are under way or done.
     """
 
@@ -42,13 +40,6 @@ class Joined:
     warps: int
     stages: int
     parts: int = 1
-    half: bool = False
-    registers: int | None = None
-
-    @property
-    def columns(self) -> int:
-        """Of a part."""
-        return _STEP_COLUMNS // 2 if self.half else _STEP_COLUMNS
 
 
 _WIDE = Joined(rows=128, warps=8, stages=3)
@@ -107,10 +98,7 @@ def joined_products(
     pairs = x.shape[0] * top_k
     if not can_join(stored, pairs):
         raise ShapeError(f"joined products: L {latent}, I {inner}, {pairs} pairs")
-    split = {
-        n: x.view(-1, latent // n, n // 8, 8).transpose(2, 3).contiguous()
-        for n in {shapes[width].columns for width in plan.tiles}
-    }
+    split = x.view(-1, latent // _STEP_COLUMNS, 16, 8).transpose(2, 3).contiguous()
     hidden = x.new_empty(pairs, inner)
     outputs = x.new_empty(pairs, latent)
     packed = x.dtype == torch.bfloat16 and x.is_cuda
@@ -120,8 +108,7 @@ def joined_products(
         rows, constants = block_of(shapes[width], width, 2 * inner, latent)
         grid = _grid(2 * inner // rows, tiles.expert.numel(), most)
         gate_up_joined_kernel[grid](
-            split[shapes[width].columns], stored.w13, _words(stored.w13_scale),
-            *plan.lists(width), hidden, top_k,
+            split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
             BM=rows // 2, PACKED=packed, TURNS=len(grid) == 1, **constants,
         )  # fmt: skip
@@ -157,21 +144,18 @@ def _words(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int32)
 
 
-def block_of(
-    shape: Joined, width: int, features: int, columns: int
-) -> tuple[int, dict[str, int | None]]:
+def block_of(shape: Joined, width: int, features: int, columns: int) -> tuple[int, dict[str, int]]:
     """Rows of a block and launch constants.
 
     Smaller where a block would not divide the matrix or its steps would not fit in shared memory.
     """
     rows, warps, parts, stages = shape.rows, shape.warps, shape.parts, shape.stages
-    part = shape.columns
     wide = 1 << width.bit_length() - 1
     while features % rows:
         rows, warps = rows // 2, max(4, warps // 2)
-    while columns % (parts * part):
+    while columns % (parts * _STEP_COLUMNS):
         parts //= 2
-    while shared_bytes(rows, warps, parts, stages, width, part) > SHARED:
+    while shared_bytes(rows, warps, parts, stages, width) > SHARED:
         if parts > 1:
             parts //= 2
         else:
@@ -181,10 +165,8 @@ def block_of(
         "TAIL": width - wide,
         "PARTS": parts,
         "COPIES": _copies(rows, warps, parts),
-        "J": part // 8,
         "num_warps": warps,
         "num_stages": stages,
-        "maxnreg": shape.registers,
     }
 
 
@@ -193,14 +175,12 @@ def _copies(rows: int, warps: int, parts: int) -> int:
     return max(1, 32 * warps // (rows * parts))
 
 
-def shared_bytes(
-    rows: int, warps: int, parts: int, stages: int, width: int, part: int = _STEP_COLUMNS
-) -> int:
+def shared_bytes(rows: int, warps: int, parts: int, stages: int, width: int) -> int:
     """What a block takes, as Triton 3.6 compiles it.
 
     Tokens of ``stages`` steps, which the tensor cores read there, and one step less of weights and
     scales, which are read into registers first.
     """
-    tokens = 2 * part * parts * width
-    weights = rows * parts * (part // 2 + 4 * _copies(rows, warps, parts))
+    tokens = 2 * _STEP_COLUMNS * parts * width
+    weights = rows * parts * (_STEP_COLUMNS // 2 + 4 * _copies(rows, warps, parts))
     return stages * tokens + (stages - 1) * weights

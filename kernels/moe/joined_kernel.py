@@ -7,9 +7,8 @@ product runs over all 128 columns: eight instructions of the tensor cores withou
 them, and none before the next step has decoded its own words.
 
 For this a step's 128 columns of a token lie together, by n and then j: tokens come as
-[rows, width / 128, 8, 16]. Steps of 64 columns, [rows, width / 64, 8, 8], need fewer registers.
-Gate and up are one product: eight rows of gates, then the same eight of ups, so that both halves of
-a feature end in one thread.
+[rows, width / 128, 8, 16]. Gate and up are one product: eight rows of gates, then the same eight of
+ups, so that both halves of a feature end in one thread.
 
 Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
 """
@@ -22,10 +21,8 @@ import triton.language as tl
 from k3vl.kernels.situ.glu_kernel import activated
 
 
-def _decoder(words: int) -> str:
-    """Machine code that decodes a thread's share of [64, 8 words] columns; see ``DECODE``."""
-    halves = words // 8
-    outs = 16 * halves
+def _decoder() -> str:
+    """Machine code that decodes a thread's share of [64, 128] columns; see ``DECODE``."""
     lines = [
         "{",
         ".reg .b32 m, s, t, near, far, f<4>;",
@@ -35,15 +32,15 @@ def _decoder(words: int) -> str:
         "mad.lo.u32 near, t, 0x0101, 0x4040;",  # bytes j / 4 and zero, twice
         "add.u32 far, near, 0x0202;",
     ]
-    for q in range(2 * halves):
+    for q in range(4):
         row, half = q % 2, q // 2
         lines += [
-            f"prmt.b32 f{q}, ${3 * outs + 2 * row}, 0, {'far' if half else 'near'};",
+            f"prmt.b32 f{q}, ${96 + 2 * row}, 0, {'far' if half else 'near'};",
             f"mad.lo.u32 f{q}, f{q}, 128, 0x3f003f00;",
         ]
-    for out in range(outs):
-        q, n = out % (2 * halves), out // (2 * halves)
-        word = f"${outs + 2 * q + n // 4}"
+    for out in range(32):
+        q, n = out % 4, out // 4
+        word = f"${32 + 2 * q + n // 4}"
         if n % 4 == 3:
             lines += [
                 f"shr.b32 m, {word}, 4;",
@@ -59,44 +56,35 @@ def _decoder(words: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-DECODE = tl.constexpr(_decoder(16))
+DECODE = tl.constexpr(_decoder())
 """Words and scales of 64 elements of a thread, in the order of the product's left operand: two
 neighbouring columns j, rows r and r + 8, columns j and j + 8, then n. ``mxfp4.py`` has the bits.
 """
 REGISTERS = tl.constexpr(",".join(["=r"] * 32 + ["r"] * 128))
-DECODE_HALF = tl.constexpr(_decoder(8))
-"""The same for 32 elements of [64, 64] columns: two neighbouring columns j, rows r and r + 8, n."""
-REGISTERS_HALF = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 64))
 
 
 @triton.jit
 def _step(
-    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, J: tl.constexpr,
+    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
     COPIES: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Decoded columns of the words from word ``k`` on, [M, PARTS * 8 J], each part by n, then j.
-
-    J is 16; or 8, in one part.
-    """
-    COLUMNS: tl.constexpr = PARTS * 8 * J
+    """Decoded columns of the words from word ``k`` on, [M, PARTS * 128], each part by n, then j."""
+    COLUMNS: tl.constexpr = PARTS * 128
     # A load of fewer elements than threads would be laid out badly: some elements are read twice.
     o_g = tl.arange(0, PARTS * COPIES) // COPIES
     groups = tl.load(scale + rows[:, None] * (WORDS // 16) + k // 16 + o_g[None, :])
-    if J == 8:
-        groups = groups >> (k % 16 * 2)
-    groups = tl.broadcast_to(groups[:, :, None], (M, PARTS * COPIES, 8 * J // COPIES))
+    groups = tl.broadcast_to(groups[:, :, None], (M, PARTS * COPIES, 128 // COPIES))
     groups = groups.reshape(M, COLUMNS)
     if PACKED:
-        codes = tl.load(w + rows[:, None] * WORDS + k + tl.arange(0, PARTS * J)[None, :])
-        codes = codes.reshape(M, PARTS, 1, J)
-        codes = tl.broadcast_to(codes, (M, PARTS, 8, J)).reshape(M, COLUMNS)
+        codes = tl.load(w + rows[:, None] * WORDS + k + tl.arange(0, PARTS * 16)[None, :])
+        codes = codes.reshape(M, PARTS, 1, 16)
+        codes = tl.broadcast_to(codes, (M, PARTS, 8, 16)).reshape(M, COLUMNS)
         values = tl.inline_asm_elementwise(
-            DECODE if J == 16 else DECODE_HALF, REGISTERS if J == 16 else REGISTERS_HALF,
-            [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=4 * J,
-        )  # fmt: skip
+            DECODE, REGISTERS, [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=64
+        )
     else:
         o_c = tl.arange(0, COLUMNS)
-        n, j = o_c // J % 8, o_c // (8 * J) * J + o_c % J
+        n, j = o_c // 16 % 8, o_c // 128 * 16 + o_c % 16
         at = j // 2 * 2 + n // 4
         u = tl.load(w + rows[:, None] * WORDS + k + at[None, :])
         u = (u >> (j % 2 * 16)[None, :]) & 0xFFFF
@@ -104,7 +92,7 @@ def _step(
         sign = tl.where(f == 3, u >> 14, (u << (3 * f)) >> 15) & 1
         size = tl.where(f == 3, ((u >> 11) & 4) | ((u >> 10) & 3), ((u << (3 * f)) >> 6) & 7)
         code = ((sign << 31) | (size << 22)).to(tl.float32, bitcast=True)
-        byte = (groups >> (j // 4 % (J // 4) * 8)[None, :]) & 0xFF
+        byte = (groups >> (j // 4 % 4 * 8)[None, :]) & 0xFF
         values = (code * 8.507059173023462e37 * (byte << 23).to(tl.float32, bitcast=True)).to(DTYPE)
     return values
 
@@ -115,12 +103,12 @@ def gate_up_joined_kernel(
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
-    J: tl.constexpr, PACKED: tl.constexpr, TURNS: tl.constexpr,
+    PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for BM features and one tile of BN + TAIL pairs.
 
-    x [N, WIDTH / 8 J, 8, J]; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
-    words of four bytes; out [N k, INNER / 8 J, 8, J] in sorted order. TURNS: programs are in a row
+    x [N, WIDTH / 128, 8, 16]; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
+    words of four bytes; out [N k, INNER / 128, 8, 16] in sorted order. TURNS: programs are in a row
     and each takes every so many-th block, all blocks of a tile before those of the next.
     """
     count = tl.load(tile_count)
@@ -130,13 +118,13 @@ def gate_up_joined_kernel(
             _gate_up_tile(
                 item // BLOCKS, item % BLOCKS, x, w, scale, order, tile_expert, tile_first,
                 tile_end, out, top_k, beta, linear_beta,
-                WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, J, PACKED,
+                WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _gate_up_tile(
             tl.program_id(1), tl.program_id(0), x, w, scale, order, tile_expert, tile_first,
             tile_end, out, top_k, beta, linear_beta,
-            WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, J, PACKED,
+            WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
@@ -146,7 +134,7 @@ def _gate_up_tile(
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
-    J: tl.constexpr, PACKED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """BM features of one tile."""
     WORDS: tl.constexpr = WIDTH // 8
@@ -159,7 +147,7 @@ def _gate_up_tile(
     o_m = tl.arange(0, 2 * BM)
     feature = block * BM + o_m // 16 * 8 + o_m % 8
     rows = expert.to(tl.int64) * (2 * INNER) + feature + o_m // 8 % 2 * INNER
-    o_c = tl.arange(0, PARTS * 8 * J)
+    o_c = tl.arange(0, PARTS * 128)
     x_at = token[None, :] * WIDTH + o_c[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     acc = tl.zeros([2 * BM, BN], tl.float32)
@@ -169,23 +157,22 @@ def _gate_up_tile(
         token = tl.load(order + o_t, more, 0) // top_k
         t_at = token[None, :] * WIDTH + o_c[:, None]
         tail = tl.zeros([2 * BM, TAIL], tl.float32)
-    for k in range(0, WORDS, PARTS * J):
-        v = _step(w, scale, rows, k, WORDS, 2 * BM, PARTS, J, COPIES, PACKED, dtype)
+    for k in range(0, WORDS, PARTS * 16):
+        v = _step(w, scale, rows, k, WORDS, 2 * BM, PARTS, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(x + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")
         tokens = tl.load(x + (x_at + k * 8), there[None, :], 0)
         acc = tl.dot(v, tokens, acc, input_precision="ieee")
-    _store_glu(acc, block, out, o_p, there, beta, linear_beta, INNER, SITU, BM, BN, J)
+    _store_glu(acc, block, out, o_p, there, beta, linear_beta, INNER, SITU, BM, BN)
     if TAIL:
-        _store_glu(tail, block, out, o_t, more, beta, linear_beta, INNER, SITU, BM, TAIL, J)
+        _store_glu(tail, block, out, o_t, more, beta, linear_beta, INNER, SITU, BM, TAIL)
 
 
 @triton.jit
 def _store_glu(
     acc, block, out, o_p, there, beta, linear_beta,
     INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    J: tl.constexpr,
 ):  # fmt: skip
     """Activate [2 BM, BN] and write [BM, BN] to where the second product looks for it."""
     both = acc.reshape(BM // 8, 2, 8, BN).permute(0, 2, 3, 1)
@@ -195,7 +182,7 @@ def _store_glu(
     # Stored feature f is column 8 j + n of the next product, f = n (INNER / 8) + j.
     o_f = block * BM + tl.arange(0, BM)
     n, j = o_f // (INNER // 8), o_f % (INNER // 8)
-    place = j // J * (8 * J) + n * J + j % J
+    place = j // 16 * 128 + n * 16 + j % 16
     tl.store(out + o_p[None, :].to(tl.int64) * INNER + place[:, None], y, there[None, :])
 
 
@@ -204,11 +191,11 @@ def down_joined_kernel(
     h, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
-    J: tl.constexpr, PACKED: tl.constexpr, TURNS: tl.constexpr,
+    PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for BM features and one tile of BN + TAIL pairs.
 
-    h [N k, INNER / 8 J, 8, J] in sorted order; w [E, WIDTH, INNER / 8] words; scale
+    h [N k, INNER / 128, 8, 16] in sorted order; w [E, WIDTH, INNER / 8] words; scale
     [E, WIDTH, INNER / 128] words of four bytes; out [N k, WIDTH] by pair. TURNS: as above.
     """
     count = tl.load(tile_count)
@@ -217,12 +204,12 @@ def down_joined_kernel(
         for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _down_tile(
                 item // BLOCKS, item % BLOCKS, h, w, scale, order, tile_expert, tile_first,
-                tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, J, PACKED,
+                tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _down_tile(
             tl.program_id(1), tl.program_id(0), h, w, scale, order, tile_expert, tile_first,
-            tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, J, PACKED,
+            tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
         )  # fmt: skip
 
 
@@ -231,7 +218,7 @@ def _down_tile(
     tile, block, h, w, scale, order, tile_expert, tile_first, tile_end, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
-    J: tl.constexpr, PACKED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """BM features of one tile."""
     WORDS: tl.constexpr = INNER // 8
@@ -242,7 +229,7 @@ def _down_tile(
     there = o_p < end
     o_f = block * BM + tl.arange(0, BM)
     rows = expert.to(tl.int64) * WIDTH + o_f
-    o_c = tl.arange(0, PARTS * 8 * J)
+    o_c = tl.arange(0, PARTS * 128)
     h_at = o_p[None, :] * INNER + o_c[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     acc = tl.zeros([BM, BN], tl.float32)
@@ -251,8 +238,8 @@ def _down_tile(
         more = o_t < end
         t_at = o_t[None, :] * INNER + o_c[:, None]
         tail = tl.zeros([BM, TAIL], tl.float32)
-    for k in range(0, WORDS, PARTS * J):
-        v = _step(w, scale, rows, k, WORDS, BM, PARTS, J, COPIES, PACKED, dtype)
+    for k in range(0, WORDS, PARTS * 16):
+        v = _step(w, scale, rows, k, WORDS, BM, PARTS, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(h + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")

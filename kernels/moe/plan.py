@@ -3,9 +3,8 @@
 (token, choice) pairs are sorted by expert, and every expert's run is cut into tiles: as many of
 128 pairs as fit, and the rest in the narrowest tile that holds it. A rest of up to 32 behind a full
 tile joins it (width 160): the weights of an expert with 146 tokens are then read and decoded once.
-Other widths can be asked for.
-Nothing here waits for the device: lists have the length of the worst case, and a count says how
-much of them is valid.
+Many pairs have finer widths. Nothing here waits for the device: lists have the length of the worst
+case, and a count says how much of them is valid.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ Where the first of them is EIGHT in place of 16, 9 to 16 pairs are two tiles.
 
 FINE_WIDTHS = (16, 32, 48, 64, 80, 96, FULL, FULL + 16, FULL + 32, FULL + 64)
 """The same with less left empty: each is a power of two, or the sum of two."""
-
-SMALL_WIDTHS, SMALL_FULL = (16, 32, 48, 64, 80, 96), 80
-"""With these, tiles of 80 are repeated, and 96 has a rest of up to 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,12 +61,7 @@ class ExpertPlan:
 
 
 def most_tiles(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    narrow: int = 16,
-    widths: tuple[int, ...] = WIDTHS,
-    full: int = FULL,
+    tokens: int, top_k: int, experts: int, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
 ) -> dict[int, int]:
     """How many tiles of a width there can be; widths without any are missing.
 
@@ -81,21 +72,21 @@ def most_tiles(
     bounds = {narrow: (1, min(experts, pairs) + twice)}
     for less, width in pairwise(widths):
         bounds[width] = (less + 1, min(experts, pairs // (less + 1)))
-    bounds[full] = (bounds[full][0], bounds[full][1] + pairs // full)
+    bounds[FULL] = (bounds[FULL][0], bounds[FULL][1] + pairs // FULL)
     return {width: bound for width, (least, bound) in bounds.items() if bound and tokens >= least}
 
 
 def tiles_of(
-    counts: torch.Tensor, narrow: int = 16, widths: tuple[int, ...] = WIDTHS, full: int = FULL
+    counts: torch.Tensor, narrow: int = 16, widths: tuple[int, ...] = WIDTHS
 ) -> dict[int, torch.Tensor]:
     """Tiles of every width that experts with so many pairs need, each shaped as ``counts``."""
-    whole, rest = counts // full, counts % full
-    joined = (whole > 0) & (rest > 0) & (rest <= widths[-1] - full)
-    rest = rest + joined * full
+    whole, rest = counts // FULL, counts % FULL
+    joined = (whole > 0) & (rest > 0) & (rest <= widths[-1] - FULL)
+    rest = rest + joined * FULL
     tiles = {narrow: ((rest > 0) & (rest <= 16)).to(counts) * -(-rest // narrow)}
     for less, width in pairwise(widths):
         tiles[width] = ((rest > less) & (rest <= width)).to(counts)
-    tiles[full] += whole - joined.to(counts)
+    tiles[FULL] += whole - joined.to(counts)
     return tiles
 
 
@@ -104,7 +95,6 @@ def plan_experts(
     num_experts: int,
     narrow: int = 16,
     widths: tuple[int, ...] = WIDTHS,
-    full: int = FULL,
 ) -> ExpertPlan:
     """Sort pairs by expert and cut the runs into tiles.
 
@@ -112,8 +102,7 @@ def plan_experts(
         experts: [N, k] integer indices, different ones in a row.
         num_experts: E.
         narrow: width of the first kind of tiles, 16 or EIGHT.
-        widths: ascending from 16, ``full`` among them; above it are a full tile and a rest.
-        full: width of the tiles that an expert may have several of.
+        widths: ascending from 16, FULL among them; above it are a full tile and a rest.
 
     Returns:
         The plan, on the device of ``experts``; nothing waits for the device.
@@ -124,20 +113,20 @@ def plan_experts(
     offsets = torch.searchsorted(flat[order], every.to(flat.dtype))
     counts = offsets.diff()
     tokens, top_k = experts.shape
-    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths, full)
+    bounds = most_tiles(tokens, top_k, num_experts, narrow, widths)
     tiles = {}
-    for width, needed in tiles_of(counts, narrow, widths, full).items():
+    for width, needed in tiles_of(counts, narrow, widths).items():
         if width not in bounds:
             continue
         ends = needed.cumsum(0)
         at = torch.arange(bounds[width], device=flat.device)
         expert = torch.searchsorted(ends, at, right=True).clamp_(max=num_experts - 1)
         nth = at - (ends - needed)[expert]
-        whole = counts[expert] // full
-        if width > full:
-            behind = (whole - 1) * full
+        whole = counts[expert] // FULL
+        if width > FULL:
+            behind = (whole - 1) * FULL
         else:
-            behind = nth * width if width in (EIGHT, full) else whole * full
+            behind = nth * width if width in (EIGHT, FULL) else whole * FULL
         first = offsets[expert] + behind
         tiles[width] = Tiles(
             expert=expert.int(),

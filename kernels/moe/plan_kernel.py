@@ -12,14 +12,13 @@ import triton.language as tl
 @triton.jit
 def tiles_kernel(
     experts, tile_expert, tile_first, tile_end, tile_count, M, pairs, halvings,
-    E: tl.constexpr, NARROW: tl.constexpr, SIXTEENTHS: tl.constexpr, NUM: tl.constexpr,
-    JOINED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, SIXTEENTHS: tl.constexpr, NUM: tl.constexpr, JOINED: tl.constexpr,
+    FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The lists of ``plan_experts``, [NUM, M], one row a width; a lane of one program per expert.
 
     experts [pairs], ascending; ``halvings`` of so many leave none. SIXTEENTHS has a digit of base
-    16 for each of NUM widths, the first the lowest, for which NARROW is taken; rests up to JOINED
-    join a full tile.
+    16 for each of NUM widths, the first the lowest; rests up to JOINED join a full tile.
     """
     o_e = tl.arange(0, BLOCK)
     start, stop = o_e * 0, o_e * 0
@@ -36,10 +35,7 @@ def tiles_kernel(
         width = (SIXTEENTHS >> 4 * n & 15) * 16
         less = (SIXTEENTHS << 4 >> 4 * n & 15) * 16
         tiles = ((rest > less) & (rest <= width)).to(tl.int32)
-        behind, apart = alone * FULL, FULL
-        if n == 0:
-            tiles *= (rest + NARROW - 1) // NARROW
-            apart = NARROW
+        behind = alone * FULL
         if width == FULL:
             tiles += alone
             behind = 0 * alone
@@ -48,7 +44,7 @@ def tiles_kernel(
         for i in range(tl.max(tiles, 0)):
             there = i < tiles
             tl.store(tile_expert + place + i, o_e, there)
-            tl.store(tile_first + place + i, start + behind + i * apart, there)
+            tl.store(tile_first + place + i, start + behind + i * FULL, there)
             tl.store(tile_end + place + i, stop, there)
 
 

@@ -34,12 +34,6 @@ PATIENCE = 20.0
 GARBAGE = 0x2AAAAAAA
 """In memory of whole numbers that nobody has written to."""
 
-
-def nothing(dtype: torch.dtype) -> float:
-    """What memory has that nobody has written to."""
-    return float("nan") if dtype.is_floating_point else GARBAGE
-
-
 _meeting = threading.Condition()
 _failed = threading.Event()
 """A warp group has ended with an error: nobody waits for it any more."""
@@ -192,7 +186,7 @@ class _Language(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout") or name == "constexpr":
-            return lambda *_, **__: None
+            return lambda *_: None
         raise AttributeError(name)
 
     @staticmethod
@@ -291,7 +285,7 @@ class _Language(ModuleType):
             return Barriers(shape[0])
         room = torch.empty(shape, dtype=dtype)
         cells = [Cell(f"{dtype} {shape}, part {i}") for i in range(shape[0])]
-        return Shared(room.fill_(nothing(dtype)), cells)
+        return Shared(room.fill_(float("nan") if dtype.is_floating_point else GARBAGE), cells)
 
     @staticmethod
     def warp_specialize(groups: list[Any], _warps: list[int], _registers: list[int]) -> None:
@@ -405,7 +399,7 @@ def _copy(
             if one := group():
                 for cell in target.cells:
                     told |= cell.copy(one)
-            target.tensor.fill_(nothing(target.tensor.dtype))
+            target.tensor.fill_(float("nan"))
             barrier.copies.append((target, block, told))
             _meeting.notify_all()
 

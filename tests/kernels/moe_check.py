@@ -13,10 +13,9 @@ import torch
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
-from k3vl.kernels.moe.beside import LatentMoEBeside, LatentMoERoutedFirst
 from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.experts import FloatExperts
-from k3vl.kernels.moe.few import ALONE, FewShapes, Whole, can_take
+from k3vl.kernels.moe.few import ALONE, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
@@ -25,21 +24,14 @@ from k3vl.kernels.moe.gpu import (
     moe_experts_mxfp4_gpu,
     plan_gpu,
     plan_many_gpu,
+    products_of_many,
     route_gpu,
     router_logits_gpu,
 )
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import (
-    EIGHT,
-    FINE_WIDTHS,
-    FULL,
-    SMALL_FULL,
-    SMALL_WIDTHS,
-    ExpertPlan,
-    plan_experts,
-)
+from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, ExpertPlan, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm import rms_norm
@@ -55,13 +47,7 @@ SITU = SituGLU(beta=4.0, linear_beta=25.0)
 OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
 }
-HALF = {
-    width: replace(shape, parts=1, half=True, registers=128 if width == 160 else None)
-    for width, shape in SHAPES.items()
-}
-COPIED = FewShapes(gate_up=Whole(), down=Whole(apart=3))
-STAY = FewShapes(gate_up=Whole(stay=396), down=Whole(apart=6))
-FEW_SHAPES = {"taken": FEW, "of one token": ALONE, "copied": COPIED, "stay": STAY}
+FEW_SHAPES = {"taken": FEW, "of one token": ALONE}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -96,9 +82,8 @@ def check_plan(experts: torch.Tensor, count: int) -> None:
     for narrow in (16, EIGHT):
         want = plan_experts(experts, count, narrow)
         check_plan_is(plan_gpu(experts, count, narrow), want)
-        ways = (SMALL_WIDTHS, SMALL_FULL) if narrow == EIGHT else (FINE_WIDTHS, FULL)
-        want = plan_experts(experts, count, narrow, *ways)
-        check_plan_is(plan_many_gpu(experts, count, narrow, *ways), want)
+    want = plan_experts(experts, count, widths=FINE_WIDTHS)
+    check_plan_is(plan_many_gpu(experts, count), want)
 
 
 def check_plan_is(got: ExpertPlan, want: ExpertPlan) -> None:
@@ -158,21 +143,19 @@ def check_experts(
 
 
 def check_ways(tokens: int, shape: tuple[int, int, int], top_k: int) -> None:
-    """One product a step in finer tiles, in steps of half the columns, by programs in turn."""
+    """One product a step in fine tiles, by programs in turn and by one for each block."""
     experts, latent, inner = shape
     x = (torch.randn(tokens, latent, device=DEVICE) * 0.1).to(DTYPE)
     _weights, chosen = routing(tokens, experts, top_k, hot=True)
     packed = stored(experts, latent, inner)
     rows, one = x.double().repeat_interleave(top_k, 0), torch.ones(chosen.numel(), 1, device=DEVICE)
     want = moe_experts(rows, one, chosen.view(-1, 1), packed, SITU)
-    for widths, full, shapes, programs in (
-        (FINE_WIDTHS, FULL, SHAPES, 3),
-        (FINE_WIDTHS[:-1], FULL, HALF, None),
-        (SMALL_WIDTHS, SMALL_FULL, {**SHAPES, 80: HALF[80]}, 3),
-    ):
-        plan = plan_many_gpu(chosen, experts, 16, widths, full)
+    plan = plan_many_gpu(chosen, experts)
+    for shapes, programs in ((SHAPES, 3), (OTHER, None)):
         got = joined_products(x, plan, packed, SITU, top_k, shapes, programs)
-        close(f"joined, N {tokens}, E, L, I {shape}, {widths}, {programs}", got, want)
+        close(f"joined, N {tokens}, E, L, I {shape}, {programs}", got, want)
+    got = products_of_many(x, chosen, packed, SITU)
+    close(f"many, N {tokens}, E, L, I {shape}", got, want)
 
 
 def check_glu(activation: GatedActivation) -> None:
@@ -279,18 +262,18 @@ def layer_weights(
 
 
 def check_layer(weights: MoEWeights[Mxfp4Experts], tokens: int = 1) -> None:
-    """A token's whole layer in every order of its launches, onto something or nothing."""
-    composed = triton_kernels("checked").latent_moe_mxfp4
+    """The whole layer, of one token as a chain or op by op, onto something or nothing."""
+    chain = triton_kernels("checked").latent_moe_mxfp4
     x = normal(tokens, weights.router.shape[1]) * 3
     wide = {
         name: getattr(weights, name).float()
         for name in ("router", "down", "up", "norm", "shared_gate_up", "shared_down")
     }
     want = reference_kernels("checks").latent_moe_mxfp4(x.float(), replace(weights, **wide))
-    for layer in (LatentMoEChain, LatentMoEBeside, LatentMoERoutedFirst):
+    for layer in (LatentMoEChain, ComposedLatentMoE):
         for onto in (None, torch.randn_like(x)):
             base = 0 if onto is None else onto.clone()
-            got = layer.__call__(composed, x, weights, onto)
+            got = layer.__call__(chain, x, weights, onto)
             assert onto is None or got is onto
             error = float((got.float() - want - base).norm() / (want + base).norm())
             assert error < LIMIT, f"{layer.__name__}: {error:.2e}"
@@ -316,36 +299,32 @@ def check_combine() -> None:
             assert float((some[2] - some[0]).norm() / some[0].norm()) < LIMIT / 4
 
 
-def check_recorded(layer: type[ComposedLatentMoE], *, other_sums: bool) -> None:
+def check_recorded() -> None:
     """A token gets the same bits each time, launched, recorded and replayed."""
     weights = layer_weights(256, 512, 512, 512, 8, 4)
-    composed = triton_kernels("checked").latent_moe_mxfp4
-    run = partial(layer.__call__, composed)
+    run = triton_kernels("checked").latent_moe_mxfp4
     x, other = normal(1, 256), normal(1, 256)
-    plain = run if other_sums else partial(ComposedLatentMoE.__call__, composed)
-    want = [plain(given, weights) for given in (x, other)]
-    name = layer.__name__
+    want = [run(given, weights) for given in (x, other)]
     for _ in range(20):
-        assert torch.equal(run(x, weights), want[0]), f"{name}: other numbers"
+        assert torch.equal(run(x, weights), want[0]), "layer: other numbers"
     again = GraphRunner().make(lambda: run(x, weights))
-    assert torch.equal(again(), want[0]), f"{name}: recorded"
+    assert torch.equal(again(), want[0]), "layer: recorded"
     x.copy_(other)
-    assert torch.equal(again(), want[1]), f"{name}: replayed"
+    assert torch.equal(again(), want[1]), "layer: replayed"
 
 
-def check_few_recorded(shapes: FewShapes | None) -> None:
+def check_few_recorded() -> None:
     """The same in a graph, and whatever other tokens there are that need no wider tiles."""
     packed = stored(20, 512, 512)
     for tokens, hot in ((1, False), (2, False), (8, False), (40, True)):
         weights, chosen = routing(tokens, 20, 2, hot)
         x, other = (torch.randn(tokens, 512, device=DEVICE).to(DTYPE) for _ in range(2))
         experts = partial(moe_experts_mxfp4_gpu, stored=packed, activation=SITU)
-        run = partial(experts, x, weights, chosen, few=shapes)
-        want = run(), experts(other, weights, chosen, few=shapes)
+        run = partial(experts, x, weights, chosen)
+        want = run(), experts(other, weights, chosen)
         if not hot and tokens > 1:
-            cut = shapes or FEW
-            few = experts(x[1:], weights[1:], chosen[1:], few=cut)
-            some = experts(x, weights, chosen, few=cut)
+            few = experts(x[1:], weights[1:], chosen[1:], few=FEW)
+            some = experts(x, weights, chosen, few=FEW)
             assert torch.equal(few, some[1:]), f"few, {tokens}: other neighbours"
         again = GraphRunner().make(run)
         for _ in range(20):
@@ -383,12 +362,8 @@ def check_few() -> None:
     check_experts(1, (9, 1024, 512), 4, False, SITU)
     check_experts(24, (9, 512, 1024), 4, False, SITU)
     if "small" not in sys.argv[3:]:
-        check_recorded(LatentMoEBeside, other_sums=False)
-        check_recorded(LatentMoERoutedFirst, other_sums=False)
-        check_recorded(LatentMoEChain, other_sums=True)
-        check_few_recorded(None)
-        check_few_recorded(COPIED)
-        check_few_recorded(STAY)
+        check_recorded()
+        check_few_recorded()
 
 
 def check_large() -> None:

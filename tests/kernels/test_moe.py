@@ -16,9 +16,6 @@ from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_exper
 from k3vl.kernels.moe.plan import (
     EIGHT,
     FINE_WIDTHS,
-    FULL,
-    SMALL_FULL,
-    SMALL_WIDTHS,
     WIDTHS,
     most_tiles,
     plan_experts,
@@ -35,17 +32,17 @@ CHECK = Path(__file__).with_name("moe_check.py")
     st.lists(st.integers(0, 400), min_size=1, max_size=9),
     st.integers(0, 2**31),
     st.sampled_from([16, EIGHT]),
-    st.sampled_from([(WIDTHS, FULL), (FINE_WIDTHS, FULL), (SMALL_WIDTHS, SMALL_FULL)]),
+    st.sampled_from([WIDTHS, FINE_WIDTHS]),
 )
 def test_tiles_cover_every_pair_once(
-    counts: list[int], seed: int, narrow: int, ways: tuple[tuple[int, ...], int]
+    counts: list[int], seed: int, narrow: int, widths: tuple[int, ...]
 ) -> None:
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)])
     generator = torch.Generator().manual_seed(seed)
     chosen = chosen[torch.randperm(len(chosen), generator=generator)].view(-1, 1)
-    plan = plan_experts(chosen, len(counts), narrow, *ways)
+    plan = plan_experts(chosen, len(counts), narrow, widths)
     assert plan.order.sort().values.tolist() == list(range(len(chosen)))
-    bounds = most_tiles(len(chosen), 1, len(counts), narrow, *ways)
+    bounds = most_tiles(len(chosen), 1, len(counts), narrow, widths)
     seen = []
     for width, tiles in plan.tiles.items():
         assert int(tiles.count) <= bounds[width] == len(tiles.expert)

@@ -14,7 +14,7 @@ from tests.kernels.ptx_lanes_on_cpu import run_ptx, signed
 
 pytest.importorskip("triton")
 
-from k3vl.kernels.moe.joined_kernel import DECODE, DECODE_HALF
+from k3vl.kernels.moe.joined_kernel import DECODE
 
 
 def test_threads_decode_their_shares() -> None:
@@ -37,23 +37,3 @@ def test_threads_decode_their_shares() -> None:
     decoded = got.view(torch.bfloat16).float()
     for e, (row, j, n) in enumerate(elements):
         assert torch.equal(decoded[:, e], want[row, j, n])
-
-
-def test_threads_decode_their_shares_of_half_a_step() -> None:
-    """Rows r and r + 8, columns j and j + 1 of eight, for all eight n; scales of either half."""
-    torch.manual_seed(2)
-    packed = torch.randint(0, 256, (16, 64), dtype=torch.uint8)
-    scale = torch.randint(0, 129, (16, 4), dtype=torch.uint8)
-    want = dequantize_mxfp4(packed, scale, dtype=torch.float32).view(16, 16, 8).bfloat16().float()
-    words = pack_words(packed).long() & 0xFFFFFFFF
-    groups = scale.view(torch.int32).long() & 0xFFFFFFFF
-    lane = torch.arange(32)
-    elements = [(lane // 4 + 8 * (e >> 1 & 1), 2 * (lane % 4) + (e & 1), e >> 2) for e in range(32)]
-    for half in range(2):
-        operands = {16 + i: words[row, 8 * half + j] for i, (row, j, _) in enumerate(elements)}
-        operands |= {48 + i: groups[r, 0] >> 16 * half for i, (r, _, _) in enumerate(elements)}
-        registers = run_ptx(str(DECODE_HALF.value), operands)
-        got = torch.stack([signed(registers[f"${n}"]) for n in range(16)], 1)
-        decoded = got.view(torch.bfloat16).float()
-        for e, (row, j, n) in enumerate(elements):
-            assert torch.equal(decoded[:, e], want[row, 8 * half + j, n])

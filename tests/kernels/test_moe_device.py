@@ -16,12 +16,10 @@ pytest.importorskip("triton")
 
 from k3vl.kernels.choice import triton_kernels
 from k3vl.kernels.moe import gpu, joined
-from k3vl.kernels.moe.beside import LatentMoEBeside
-from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.few import SHAPES
 from k3vl.kernels.moe.gpu import FEW_PAIRS, SORTED_TOKENS, moe_experts_mxfp4_gpu
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
-from k3vl.kernels.moe.plan import WIDTHS
+from k3vl.kernels.moe.plan import FINE_WIDTHS, WIDTHS
 from k3vl.kernels.situ import SituGLU
 
 K3 = parse_config(slice_config(4)).text
@@ -42,24 +40,26 @@ def test_the_layer_keeps_the_device_fed(tokens: int, form: str) -> None:
     assert out.dtype == torch.bfloat16
     kernels = Counter(launch.kernel for launch in launches)
     few = tokens * K3.num_experts_per_token <= FEW_PAIRS
-    packed = "mxfp4" if tokens <= 32 else "joined"  # one product a step for many tokens
-    product = packed if form == "mxfp4" else "dense"
-    widths = {1: 1, 32: 2, 8192: 5}[tokens]  # no expert has more pairs than there are tokens
+    joined = form == "mxfp4" and tokens > 32  # one product a step for many tokens, in fine tiles
+    product = "joined" if joined else "mxfp4" if form == "mxfp4" else "dense"
+    # no expert has more pairs than there are tokens
+    widths = {1: 1, 32: 2, 8192: len(FINE_WIDTHS if joined else WIDTHS)}[tokens]
+    planned = {"plan_kernel": 1} if few else {"tiles_kernel": 1} if joined else {}
+    # A token's projections: both in front, gates and ups beside the choice, both at the end.
+    chain = {"row_linear_kernel": 1, "route_and_glu_kernel": 1, "row_pair_kernel": 1}
+    route = "route_sorted_kernel" if tokens <= SORTED_TOKENS else "route_kernel"
     assert kernels == {
-        "route_sorted_kernel" if tokens <= SORTED_TOKENS else "route_kernel": 1,
-        **({"plan_kernel": 1} if few else {}),
+        **planned,
         f"gate_up_{product}_kernel": widths,
         f"down_{product}_kernel": widths,
         "combine_kernel": 1,  # sum and norm in one
-        # A token's projections: both in front, gates and ups with their activation, down, up.
-        **({"row_linear_kernel": 4} if tokens == 1 else {"glu_kernel": 1}),
+        **(chain if tokens == 1 else {route: 1, "glu_kernel": 1}),
     }
 
 
 def test_launches_of_a_token_in_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice beside gates and ups, both products of the end in one; router and latent, too."""
     monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
-    monkeypatch.setattr(LatentMoEBeside, "__call__", LatentMoEChain.__call__)
     activation = SituGLU(beta=4.0, linear_beta=25.0)
     layer = LatentMoE(
         K3, activation, triton_kernels("tests"), form="mxfp4", router=torch.bfloat16,
@@ -138,7 +138,7 @@ def products_of(tokens: int, dtype: torch.dtype, latent: int = 3584) -> str:
     return names[0].removeprefix("gate_up_").removesuffix("_kernel")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", FINE_WIDTHS)
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_blocks_fit_in_shared_memory(width: int, parts: int, stages: int) -> None:
