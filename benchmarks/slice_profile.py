@@ -2,7 +2,7 @@
 
     python -m benchmarks.slice_profile [--layers 5] [--decode 1,32] [--prefill 4096] \
         [--context 512] [--pass-tokens 8192] [--output FILE.json] [--device cpu --tiny] \
-        [--ways ';ahead;late;torch;one stream;16,512,2,2048,4']
+        [--ways ';ahead;late;torch;op by op;16,512,2,2048,4']
 
 The engine is that of ``k3vl bench slice``, on the same random weights; nothing is compared. First
 steps are timed as they are: what the host does before the model is replayed, while it runs and
@@ -209,12 +209,9 @@ def other_way(name: str, decoder: Decode):
     """Record steps in another way.
 
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
-    ``ahead``: steps are launched before the tokens of the last one are known.
-    ``one stream``: shared experts behind the routed ones; ``chain``: so, too, in fewer launches;
-    ``routed first``: beside them, but these get room first. ``at once``: a token's outputs of
-    experts are asked for before they are added. ``enter``: a token's MLA norms are no launches of
-    their own. ``mixed``: products of a row laid out by its width. ``argmax``: our own kernels for
-    it. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`. ``a+b`` is both.
+    ``ahead``: steps are launched before the tokens of the last one are known. ``op by op``: layers
+    of experts as more launches. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`, whatever
+    the width. ``a+b`` is both.
     """
     with ExitStack() as stack:
         for part in name.split("+"):
@@ -225,14 +222,9 @@ def other_way(name: str, decoder: Decode):
 def _change(name: str, decoder: Any, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu as linear
-    from k3vl.kernels.moe import beside, chain
+    from k3vl.kernels.moe import chain
     from k3vl.kernels.moe import gpu as moe
 
-    layers = {
-        "one stream": ComposedLatentMoE,
-        "beside": beside.LatentMoEBeside,
-        "routed first": beside.LatentMoERoutedFirst,
-    }
     if name == "late":
         stack.enter_context(dependent.after_all())
     elif name == "torch":
@@ -240,14 +232,12 @@ def _change(name: str, decoder: Any, stack: ExitStack) -> None:
             stack.enter_context(patch.object(module, "is_row", lambda *_: False))
     elif name == "ahead":
         stack.enter_context(patch.object(decoder, "overlaps", True))
-    elif name == "at once":
-        stack.enter_context(patch.object(moe, "AT_ONCE_TOKENS", 512))
-    elif name in layers:
-        called = layers[name].__call__
+    elif name == "op by op":
+        called = ComposedLatentMoE.__call__
         stack.enter_context(patch.object(chain.LatentMoEChain, "__call__", called))
     elif name:
         shape = linear.RowShape(*_numbers(name))
-        stack.enter_context(patch.object(linear, "ROW", shape))
+        stack.enter_context(patch.object(linear, "row_shape", lambda _: shape))
 
 
 def compared(engine: Engine, ways: Sequence[str], options: SliceOptions) -> dict[str, Any]:

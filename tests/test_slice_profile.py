@@ -113,44 +113,28 @@ def test_it_runs_where_nothing_is_traced(monkeypatch, capsys, tmp_path) -> None:
 
 def test_other_ways_are_undone() -> None:
     from k3vl.kernels import dependent
-    from k3vl.kernels.argmax import argmax
-    from k3vl.kernels.argmax.gpu import argmax_gpu
-    from k3vl.kernels.choice import reference_kernels
     from k3vl.kernels.linear import gpu
-    from k3vl.kernels.mla.alone import MLALayerAlone
-    from k3vl.kernels.mla.layer import ComposedMLALayer
-    from k3vl.kernels.moe import gpu as moe
-    from k3vl.kernels.moe.beside import LatentMoEBeside
+    from k3vl.kernels.moe.chain import LatentMoEChain
+    from k3vl.kernels.moe.latent import ComposedLatentMoE
 
-    usual, takes, decoder = gpu.ROW, gpu.is_row, SimpleNamespace(overlaps=False)
+    usual, takes, decoder = gpu.row_shape, gpu.is_row, SimpleNamespace(overlaps=False)
     with other_way("late", decoder):
         assert dependent._joined.get()
     with other_way("torch", decoder):
         assert not gpu.is_row()
     with other_way("16,512,2,2048,3", decoder):
-        assert gpu.RowShape(16, 512, 2, 2048, 3) == gpu.ROW
+        assert {gpu.row_shape(width) for width in (128, 7168, 12288)} == {
+            gpu.RowShape(16, 512, 2, 2048, 3)
+        }
     with other_way("ahead", decoder):
         assert decoder.overlaps
-    whole = LatentMoEBeside.__call__
-    for name in ("one stream", "chain", "routed first"):
-        with other_way(name, decoder), other_way("", decoder):
-            assert whole is not LatentMoEBeside.__call__
-    with other_way("ahead+chain", decoder):
+    chain, composed = LatentMoEChain.__call__, ComposedLatentMoE.__call__
+    with other_way("op by op", decoder), other_way("", decoder):
+        assert LatentMoEChain.__call__ is composed
+    with other_way("ahead+op by op", decoder):
         assert decoder.overlaps
-        assert whole is not LatentMoEBeside.__call__
-    assert whole is LatentMoEBeside.__call__
-    with other_way("at once", decoder):
-        assert moe.AT_ONCE_TOKENS
-    assert not moe.AT_ONCE_TOKENS
-    model = decoder.model = SimpleNamespace(kernels=reference_kernels("tests"))
-    with other_way("argmax", decoder):
-        assert model.kernels.argmax is argmax_gpu
-    assert model.kernels.argmax is argmax
-    with other_way("mixed", decoder):
-        assert {gpu.row_shape(d).rows for d in (128, 7168, 12288)} == {4, 8}
-    with other_way("enter", decoder):
-        assert ComposedMLALayer.enter is MLALayerAlone.enter
-    assert ComposedMLALayer.enter is not MLALayerAlone.enter
+        assert LatentMoEChain.__call__ is composed
+    assert LatentMoEChain.__call__ is chain
     assert not decoder.overlaps
-    assert (gpu.ROW, gpu.is_row) == (usual, takes)
+    assert (gpu.row_shape, gpu.is_row) == (usual, takes)
     assert not dependent._joined.get()
