@@ -18,7 +18,7 @@ _COPY_ALIGNMENT = 16
 
 
 _FEW_PARTS = 4
-"""Up to so many, lean launches win: 137 us instead of 145 with two (B32 L8192); with 66 they lose."""
+"""Up to so many, lean launches win: 137 us instead of 145 with two (B32 L8192); 66 parts lose."""
 
 
 class HopperShape(NamedTuple):
