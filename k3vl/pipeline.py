@@ -156,7 +156,7 @@ class Pipeline:
             min_confidence: below this the checkpoint's answers are better not trusted.
         """
         self.processor = processor
-        self.bulk_processor = bulk_processor or processor
+        self._bulk_processor = bulk_processor
         self.tokenizer = tokenizer
         self.backend = backend
         self.writer = PromptWriter(tokenizer, media_pad_id)
@@ -202,6 +202,11 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         """Close the backend."""
         self.close()
+
+    @property
+    def bulk_processor(self) -> MediaProcessor:
+        """Prepares the media of many requests at once."""
+        return self._bulk_processor or self.processor
 
     def close(self) -> None:
         """Cancel everything and release the model."""
