@@ -206,7 +206,7 @@ class FakeCuda:
         self.log: list[str] = []
         self.current = self.main = FakeStream(self, "main")
         self.unfinished: list[FakeEvent] = []
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(self, "side"))
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
@@ -225,6 +225,7 @@ class FakeCuda:
 class FakeStream:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
+        self.device, self.cuda_stream = None, id(self)
 
     def wait_stream(self, other: FakeStream) -> None:
         self.cuda.log.append(f"{self.name} waits for {other.name}")
