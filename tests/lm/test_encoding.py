@@ -292,6 +292,21 @@ def test_a_stream_hands_out_rows_behind_their_event(monkeypatch: pytest.MonkeyPa
     assert cuda.current is cuda.main
 
 
+def test_rows_of_one_batch_are_one_memory_to_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    rows = torch.zeros(4, 8).as_subclass(Rows)
+
+    class Joint(FakeEncoder):
+        def encode(self, items):
+            return list(rows.split([2] * len(items)))
+
+    encoding = EncodeOnStream(Joint())
+    encoding.start([wanted(picture(1)), wanted(picture(2))])
+    cuda.finish()
+    assert len(encoding.take(wait=False)) == 2
+    assert cuda.log[-2:] == ["main waits for an event of side", "rows are read on main"]
+
+
 def test_a_stream_waits_on_the_device_and_for_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     encoding = EncodeOnStream(DeviceEncoder(cuda))
