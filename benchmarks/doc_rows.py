@@ -6,15 +6,11 @@ from dataclasses import dataclass
 
 from benchmarks.measured import Row
 
-_THEN, _LATER, _LAST = "6c1f8ef", "cbb41db", "200d8a6"
+_THEN, _LATER = "6c1f8ef", "cbb41db"
 """Runs in which defaults of today were variants."""
 
 
 def _prefill(label: str, shape: str, goal: float, share: float | None = None) -> Row:
-    variant = "k3vl, PrefillShape(values=64, warps=4, stages=3, registers={}, parts=1, segment=0)"
-    registers = 168 if "H12" in shape else 128
-    values, stages = (64, 3) if "H12" in shape else (128, 5)
-    hopper = f"values={values}, stages={stages}, registers=128, full=True, group=0"
     return Row(
         label=f"KDA prefill {label}",
         op="kda_prefill",
@@ -22,18 +18,16 @@ def _prefill(label: str, shape: str, goal: float, share: float | None = None) ->
         against="fla",
         goal=goal,
         share=share,
-        instead={_THEN: variant.format(registers), _LATER: f"k3vl, HopperShape({hopper})"},
     )
 
 
-def _mla(label: str, shape: str, parts: int, goal: float | None = None) -> Row:
+def _mla(label: str, goal: float | None = None) -> Row:
     return Row(
         label=f"MLA decode {label}",
         op="mla_decode",
-        shape=shape,
+        shape=f"{label} ",
         against="FlashMLA",
         goal=goal,
-        instead={_THEN: f"k3vl, HopperShape(kernel='sides', splits={parts})"},
     )
 
 
@@ -44,13 +38,10 @@ def _residual(tokens: int, goal: float | None, share: float | None = None) -> Ro
         shape=f"T{tokens} ",
         goal=goal,
         share=share,
-        instead={_LATER: "k3vl, a cluster a token" if tokens <= 32 else "k3vl, 4 stages"},
     )
 
 
-_RING = "k3vl, RingShape(programs=0, groups=1, stages=1, keep=False, registers=168, store='')"
 _FLASH = "k3vl, HopperFlash(programs={}, turns=False)"
-_FUSED = "k3vl, fused, Gluon attention"
 
 KERNELS = (
     _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26),
@@ -62,20 +53,18 @@ KERNELS = (
         shape="B32 H96",
         goal=1.25,
         share=0.9,
-        instead={_LATER: _RING},
     ),
-    Row(label="KDA decode B128 H96", op="kda_decode", shape="B128 H96", instead={_LATER: _RING}),
-    _mla("B1 L8192", "B1 L8192 ", 33),
-    _mla("B1 L32768", "B1 L32768 ", 66, 1.5),
-    _mla("B32 L8192", "B32 L8192 ", 2, 1.0),
-    _mla("B128 L8192", "B128 L8192 ", 1),
+    Row(label="KDA decode B128 H96", op="kda_decode", shape="B128 H96"),
+    _mla("B1 L8192"),
+    _mla("B1 L32768", 1.5),
+    _mla("B32 L8192", 1.0),
+    _mla("B128 L8192"),
     Row(label="value product of MLA decode B32", op="mla_values", shape="B32 ", against="PyTorch"),
     Row(
         label="MLA prefill T8192",
         op="mla_prefill",
         shape="T8192 L8192 ",
         against="SGLang's Triton",
-        instead={_LATER: _FLASH.format(0)},
     ),
     Row(
         label="MLA prefill T32768",
@@ -83,14 +72,12 @@ KERNELS = (
         shape="T32768 L32768 ",
         against="SGLang's Triton",
         goal=4.0,
-        instead={_LATER: _FLASH.format(0)},
     ),
     Row(
         label="MLA prefill T8192 behind 24,576 (SGLang expands nothing)",
         op="mla_prefill",
         shape="T8192 L32768 ",
         against="SGLang's Triton over latents",
-        instead={_LATER: _FLASH.format(0)},
     ),
     *(_residual(tokens, 2.5) for tokens in (1, 8, 32)),
     _residual(8192, None, 0.75),
@@ -107,30 +94,19 @@ KERNELS = (
         shape="1024x1024",
         goal=1.2,
         share=0.6,
-        instead={_LATER: _FUSED},
     ),
     Row(
         label="tower and projector, 16 of 448x448",
         op="vision_tower",
         shape="16 of 448x448",
-        instead={_LATER: _FUSED},
     ),
 )
 
-_EARLY = {_LAST: "k3vl, few, in w4 d2 r128 early, back w2 d2 early"}
-_FEW = {
-    1: {_LAST: "k3vl, few, in w4 p2 d2, back w2 d2"},
-    8: _EARLY,
-    32: _EARLY,
-    128: {_LATER: "k3vl, few, in w4 d2, back w2 d2, together"},
-}
 _NARROW = "128x256 w4 s3 and 128x256 w4 s3"
 _WIDE = "128x128 w8 s3 and 128x128 w8 s3"
 
 
-def _experts(
-    tokens: int, goal: float | None = None, share: float | None = None, joined: str = ""
-) -> Row:
+def _experts(tokens: int, goal: float | None = None, share: float | None = None) -> Row:
     return Row(
         label=f"{tokens:,}" + (" token" if tokens == 1 else " tokens"),
         op="moe_experts_mxfp4",
@@ -138,7 +114,6 @@ def _experts(
         against="Marlin",
         goal=goal,
         share=share,
-        instead={_THEN: f"k3vl, joined, {joined}"} if joined else _FEW.get(tokens, {}),
     )
 
 
@@ -147,10 +122,9 @@ EXPERTS = (
     _experts(8, 1.3),
     _experts(32),
     _experts(128, 1.3),
-    _experts(512, joined=_NARROW),
-    _experts(2048, joined=_NARROW),
-    _experts(8192, 2.0, 0.55, joined=_WIDE),
-    _experts(16384, joined=_WIDE),
+    *(_experts(tokens) for tokens in (512, 2048, 4096)),
+    _experts(8192, 2.0, 0.55),
+    _experts(16384),
 )
 
 
@@ -196,5 +170,5 @@ SLICE_ROWS = (
     _slice("prefill", "prefill 16,384", "T16384"),
     _slice("prefill", "prefill 32,768", "T32768", 4.0),
     _slice("decode", "decode, 1 request at 512", "B1 L512", 1.1, share=0.9),
-    _slice("decode", "decode, 32 at 512", "B32 L512", 1.2, apart="not comparable"),
+    _slice("decode", "decode, 32 at 512", "B32 L512", 1.2),
 )

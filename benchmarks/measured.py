@@ -132,7 +132,7 @@ def find(lines: list[dict[str, Any]], row: Row, ours: str = OURS) -> Found:
     others = [x for x in lines if (x["op"], x["shape"]) == (row.op, line["shape"])]
     last = {name: x for x in others if (name := short(x["implementation"]))}
     peers = [_peer(name, x, row) for name, x in last.items()]
-    if line.get("published_us"):
+    if line.get("published_us") and "SGLang" not in last:
         us = line["published_us"]
         share = line["of_limit"] * line["median_us"] / us
         peers.append(Peer("SGLang", us, share, line["commit"], not row.apart))

@@ -150,7 +150,7 @@ def written_anew(results: Path = RESULTS) -> dict[str, tuple[str, str]]:
         ("experts", "Routed experts beside Marlin", EXPERTS, kernels, OURS, span_of, ""),
         (
             "slices",
-            "Five layers of K3 beside what SGLang published",
+            "Five layers of K3 beside SGLang",
             SLICE_ROWS,
             slices,
             SLICES,

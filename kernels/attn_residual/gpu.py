@@ -12,12 +12,7 @@ import triton
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.attn_residual import check_shapes
-from k3vl.kernels.attn_residual.hopper import (
-    ClusterShape,
-    SpreadShape,
-    cluster_mix,
-    cluster_takes,
-)
+from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_mix, cluster_takes
 from k3vl.kernels.attn_residual.mix_kernel import attn_residual_kernel
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
@@ -39,11 +34,11 @@ def attn_residual(
     eps: float,
     *,
     warps: int | None = None,
-    cluster: ClusterShape | SpreadShape | None = None,
+    cluster: ClusterShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`.
 
-    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for those in Gluon.
+    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon.
     """
     check_shapes(rows, query, norm_weight)
     if rows.stride(-1) != 1:

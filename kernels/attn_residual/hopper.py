@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from k3vl.errors import ShapeError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,17 +24,6 @@ class ClusterShape(NamedTuple):
 
     multiprocessors: int = 8
     warps: int = 4
-
-
-class SpreadShape(NamedTuple):
-    """Multiprocessors of a token and warps of each, both of the lists in ``spread_kernel.py``.
-
-    ``staged``: rows lie in shared memory and not in registers.
-    """
-
-    multiprocessors: int
-    warps: int
-    staged: bool = False
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -60,7 +47,7 @@ def cluster_mix(
     norm_weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    shape: ClusterShape | SpreadShape,
+    shape: ClusterShape,
     *,
     early: bool,
     launch: Callable[..., None] | None = None,
@@ -69,26 +56,11 @@ def cluster_mix(
 
     ``early``: see ``dependent.py``. ``launch`` takes kernel, grid and arguments; None starts it on
     the device.
-
-    Raises:
-        ShapeError: rows that are to lie in shared memory have no room there.
     """
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
     constants = {"D": width, "R": depth, "CLUSTER": shape.multiprocessors, "PDL": early}
-    if isinstance(shape, SpreadShape):
-        from k3vl.kernels.attn_residual.spread_kernel import MOST_STAGED, place_of, staged
-        from k3vl.kernels.attn_residual.spread_kernel import (
-            attn_residual_spread_kernel as kernel,
-        )
-
-        if shape.staged and staged(depth, width, *shape[:2]) > MOST_STAGED:
-            raise ShapeError(f"attn_residual: {depth} rows of {width} are too many for {shape}")
-        constants |= {"WARPS": shape.warps, "SHAPE": place_of(*shape[:2]), "STAGED": shape.staged}
-    else:
-        from k3vl.kernels.attn_residual.cluster_kernel import (
-            attn_residual_cluster_kernel as kernel,
-        )
+    from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 
     if launch is not None:
         launch(kernel, (tokens, 1, 1), *args, **constants)

@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import scaled_dot_product_attention
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
-from k3vl.kernels.attn_residual.hopper import ClusterShape, SpreadShape
+from k3vl.kernels.attn_residual.hopper import ClusterShape
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
@@ -76,15 +76,6 @@ def attn_residual_cases() -> Iterator[Case]:
         )
 
 
-_SPREAD = (
-    SpreadShape(8, 4),
-    SpreadShape(4, 4),
-    SpreadShape(8, 4, staged=True),
-    SpreadShape(4, 8, staged=True),
-    SpreadShape(4, 4, staged=True),
-)
-
-
 def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     """Other launches where few tokens leave the device empty."""
     if tokens > 128:
@@ -95,11 +86,6 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         }
         for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
     }
-    ways |= {
-        f"spread over {shape.multiprocessors} multiprocessors, {shape.warps} warps"
-        + (", staged" if shape.staged else ""): {"cluster": shape}
-        for shape in _SPREAD
-    }
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
@@ -109,8 +95,6 @@ def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
     shapes: list[DecodeShape | HopperShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
-    shapes += [HopperShape(most, "lean", ahead) for ahead in (0, 3)]
-    shapes += [HopperShape(most, "even", ahead) for ahead in (0, 1, 3)]
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}

@@ -117,9 +117,7 @@ def _decode_variants(
 
         return Work(partial(step, *args, weights, *pool, cells), result)
 
-    ways = {f"states in {n} parts": partial(kda_decode, parts=n) for n in (2, 4, 8)}
-    ways["in Triton"] = partial(kda_decode, hopper=False)
-    return {name: Peer(partial(prepare, way)) for name, way in ways.items()}
+    return {"in Triton": Peer(partial(prepare, partial(kda_decode, hopper=False)))}
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
@@ -158,28 +156,18 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
 
 def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
     """The default one on Hopper, then others."""
-    half, whole = HopperShape(64, 3), HopperShape(128, 5)
-    halves = half._replace(joined=True, sooner=True)
-    wholes = whole._replace(joined=True, sooner=True)
     if heads < 64:
-        return half, halves, wholes._replace(rows=8)
-    return (
-        whole,
-        wholes._replace(sooner=False),
-        wholes,
-        wholes._replace(rows=8),
-        wholes._replace(rows=8, early=True),
-        halves,
-    )
+        return HopperShape(64, 3), HopperShape(64, 3, sooner=True)
+    return (HopperShape(128, 5, sooner=True),)
 
 
 def _parts(shapes: tuple[HopperShape, ...]) -> Iterator[tuple[str, HopperShape]]:
     """Every launch with every layout in which it differs."""
     fields = {
         "begin": (),
-        "prepare": ("registers", "sooner", "early"),
-        "walk": ("values", "stages", "rows", "joined", "early"),
-        "norm": ("early",),
+        "prepare": ("sooner",),
+        "walk": ("values", "stages"),
+        "norm": (),
     }
     seen = set()
     for shape in shapes:

@@ -30,9 +30,11 @@ CHUNK = 32
 _MANY_HEADS = 64
 """From here on a program of the sequential kernel on Hopper has whole heads, below it halves.
 
-With 12 heads halves take 305 us and wholes 547, with 96 they take 1,110 and 1,074 (T8192); nothing
-between is measured.
+With 12 heads halves take 311 us and wholes 404, with 96 they take 1,087 and 991 (T8192; halves too
+with joined products); nothing between is measured.
 """
+_REGISTERS = 128
+"""At most so many for a thread of the parallel kernel on Hopper: four programs a multiprocessor."""
 
 
 class Snapshots(NamedTuple):
@@ -76,12 +78,8 @@ def kda_decode(
     cells: torch.Tensor,
     *,
     hopper: bool = True,
-    parts: int = 2,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`.
-
-    For measurements: without ``hopper`` in Triton, with it states fetched in so many ``parts``.
-    """
+    """See :func:`k3vl.kernels.kda.kda_decode`; without ``hopper``, for measurements, in Triton."""
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -92,7 +90,7 @@ def kda_decode(
     units, bounded, early = batch * heads, weights.lower_bound is not None, begins_early(qkv)
     args = step_arguments((qkv, gate, decay, write), weights, windows, states, cells, out)
     if hopper and hopper_runs(qkv.device) and hopper_steps(qkv, weights, windows, states):
-        hopper_step(args, states, units, bounded=bounded, early=early, parts=parts)
+        hopper_step(args, states, units, bounded=bounded, early=early)
         return out
     kda_step_kernel[(units,)](
         *args,
@@ -257,9 +255,12 @@ class _Work(NamedTuple):
 
     @property
     def early(self) -> bool:
-        """Whether a launch may begin before the one in front of it has ended."""
-        asked = isinstance(self.layout, HopperShape) and self.layout.early
-        return asked and begins_early(self.inputs[0])
+        """Whether a launch may begin before the one in front of it has ended.
+
+        Not with halves of heads, which lose by it: 338 us instead of 305 (T8192 H12).
+        """
+        whole = isinstance(self.layout, HopperShape) and self.layout.whole
+        return whole and begins_early(self.inputs[0])
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -314,7 +315,6 @@ def _prepare(work: _Work) -> None:
     windows, _, cells, cu_seqlens, ends = work.pool
     half = work.chunks.u.dtype != torch.float32
     heads, layout = cells.shape[1], work.layout
-    hopper = isinstance(layout, HopperShape)
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
@@ -328,12 +328,12 @@ def _prepare(work: _Work) -> None:
         LEVELS=CHUNK.bit_length() - 1,
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
-        MINUS_W=hopper,
+        MINUS_W=isinstance(layout, HopperShape),
         SOONER=layout.sooner,
         PDL=work.early,
         **work.common,
         num_warps=4,
-        maxnreg=layout.registers,
+        maxnreg=_REGISTERS if isinstance(layout, HopperShape) else layout.registers,
         launch_pdl=work.early,
     )
 
@@ -397,9 +397,7 @@ def _norm(work: _Work, out: torch.Tensor) -> None:
         BS=work.searched,
         C=CHUNK,
         K=work.pool.states.shape[-1],
-        PDL=work.early,
         num_warps=4,
-        launch_pdl=work.early,
     )
 
 
@@ -410,7 +408,7 @@ def _shape(heads: int, key: int, *, half: bool, hopper: bool) -> PrefillShape | 
     """
     if hopper:
         if heads >= _MANY_HEADS:
-            return HopperShape(128, 5, rows=8, early=True, joined=True, sooner=True)
+            return HopperShape(128, 5, sooner=True)
         return HopperShape(64, 3)
     return PrefillShape(min(key, 64), 4, *((3, 128) if half else (1, None)))
 

@@ -23,20 +23,17 @@ class HopperShape(NamedTuple):
     Attributes:
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
-        registers: at most so many for a thread of the parallel kernel.
-        rows: warps that make rows of the output, in programs that norm: 4 or 8.
-        early: each launch may begin before the one in front of it has ended (``dependent``).
-        joined: the sequential kernel's two products of the state are one of twice the columns.
         sooner: as in ``PrefillShape``.
     """
 
     values: int
     stages: int
-    registers: int = 128
-    rows: int = 4
-    early: bool = False
-    joined: bool = False
     sooner: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether a program has a whole head."""
+        return self.values == KEY
 
 
 def hopper_takes(
@@ -111,7 +108,6 @@ def hopper_walk(
         walk.eps,
         heads,
     )
-    whole = shape.values == key
     constants: dict[str, Any] = {
         "C": chunk,
         "K": key,
@@ -120,9 +116,8 @@ def hopper_walk(
         "DEPTHS": depths.shape[1] if walk.snapshots else 0,
         "STAGES": shape.stages,
         "OUTS": 2,
-        "WARPS": shape.rows if whole else 2,
+        "WARPS": 8 if shape.whole else 2,
         "ALIGNED": aligned,
-        "JOINED": shape.joined,
         "PDL": early,
     }
     grid = (key // shape.values * sequences * heads, 1, 1)
@@ -132,7 +127,7 @@ def hopper_walk(
         launch(kernel, grid, matrices, *args, **constants)
         return
     # Two programs a multiprocessor where a program is half of a head.
-    options = {"num_warps": 4, "maxnreg": None if whole else 128, "launch_pdl": early}
+    options = {"num_warps": 4, "maxnreg": None if shape.whole else 128, "launch_pdl": early}
     kernel[grid](*_described(matrices), *args, **constants, **options)
 
 

@@ -116,7 +116,9 @@ def walk_state_joined(
 ):  # fmt: skip
     """As :func:`walk_state`, with both products of the state as one of twice the columns.
 
-    The tensor cores take as long for 32 columns as for 64. The state decays while they run.
+    Two groups of four warps on a multiprocessor want its tensor cores at the same time, and those
+    take as long for 32 columns as for 64. The state decays while they run. Of 392 us this gained 4
+    where four warps made rows of the output, and 37 with the eight that do (T8192 H96).
     """
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * C, 16])
@@ -295,7 +297,7 @@ def kda_walk_sides_kernel(
     depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, H,
     C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, DEPTHS: gl.constexpr,
     STAGES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr,
-    JOINED: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of one head (BV of its value channels, 64 or all 128) through one sequence.
 
@@ -335,7 +337,7 @@ def kda_walk_sides_kernel(
         gl.warp_specialize(
             [
                 (
-                    walk_state_joined if JOINED else walk_state,
+                    walk_state,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
                         m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
@@ -365,7 +367,7 @@ def kda_walk_sides_kernel(
         gl.warp_specialize(
             [
                 (
-                    walk_state_joined if JOINED else walk_state,
+                    walk_state_joined,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
                         m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
@@ -373,7 +375,7 @@ def kda_walk_sides_kernel(
                     ),
                 ),
                 (
-                    walk_state_joined if JOINED else walk_state,
+                    walk_state_joined,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
                         m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
@@ -397,6 +399,5 @@ def kda_walk_sides_kernel(
                 ),
             ],
             [4, WARPS, 1],
-            # What these leave is the first group's; both have enough for a joined product.
-            [168, 112, 24] if WARPS == 4 else [160, 64, 24],
+            [160, 64, 24],  # what these leave is the first group's, and enough
         )  # fmt: skip

@@ -17,6 +17,9 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
+_PARTS = 2
+"""In which a state is fetched, so that the first is read while the other is on its way."""
+
 _REGISTERS = 168
 """At most so many for a thread: three programs a multiprocessor, 64 KB of shared memory each."""
 
@@ -45,7 +48,6 @@ def hopper_step(
     *,
     bounded: bool,
     early: bool,
-    parts: int = 1,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -56,13 +58,12 @@ def hopper_step(
         units: heads of sequences.
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
-        parts: in which a state is fetched, 1 to 8; changes no bit.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    constants: dict[str, Any] = {"K": KEY, "PARTS": parts, "BOUNDED": bounded, "PDL": early}
+    constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "BOUNDED": bounded, "PDL": early}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
-    block = [1, KEY // parts, KEY]
+    block = [1, KEY // _PARTS, KEY]
     if launch is not None:
         launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return

@@ -9,7 +9,6 @@ the tensor core a chunk instead of four.
 import triton
 import triton.language as tl
 
-from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 from k3vl.kernels.kda.prepare_kernel import chunk_of
 from k3vl.kernels.kda.step_kernel import sigmoid
 
@@ -165,11 +164,9 @@ def kda_walk_kernel(
 @triton.jit
 def kda_norm_kernel(
     x, gate, o_norm, cu_seqlens, ends, s_gate, eps, S, H,
-    BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    BS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Gated RMSNorm of one head of one chunk in place; padding stays as it is."""
-    let_next_begin(PDL)
-    wait_for_inputs(PDL)
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
     _, _, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)

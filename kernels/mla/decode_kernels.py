@@ -153,7 +153,6 @@ def mla_merge_once_kernel(
     out,
     SPLITS,
     R: tl.constexpr,
-    BR: tl.constexpr,
     BS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -167,7 +166,7 @@ def mla_merge_once_kernel(
     i_b = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     at = i_b * SPLITS
     o_s = tl.arange(0, BS)
-    o_r = tl.program_id(2) * BR + tl.arange(0, BR)
+    o_r = tl.arange(0, R)
     there = o_s < SPLITS
     part = tl.load(parts + (at + o_s)[:, None] * R + o_r[None, :], mask=there[:, None], other=0.0)
     w = tl.load(weights + at + o_s, mask=there, other=float("-inf"))

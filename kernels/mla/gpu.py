@@ -171,7 +171,7 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    lean = isinstance(layout, HopperShape) and layout.way != "sides"
+    lean = isinstance(layout, HopperShape) and layout.lean
     dtype = torch.bfloat16 if lean else torch.float32
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
@@ -185,7 +185,7 @@ def mla_decode(
     else:
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
-    if lean and not whole:
+    if lean:
         _merge_once(parts, sums, out, early=early)
     elif not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
@@ -209,20 +209,17 @@ def mla_decode(
 def _merge_once(
     parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, early: bool
 ) -> None:
-    """Add parts [B, H, SPLITS, R]; every one has a weight [B, H, SPLITS], empty ones -inf."""
+    """Add few parts [B, H, SPLITS, R]; each has a weight [B, H, SPLITS], empty ones -inf."""
     batch, heads, splits, width = parts.shape
-    # Few parts: whole rows by one warp each, so that all programs run at once.
-    columns, warps = (width, 1) if splits <= 4 else (min(width, 128), 8)
-    mla_merge_once_kernel[(heads, batch, width // columns)](
+    mla_merge_once_kernel[(heads, batch)](
         parts,
         weights,
         out,
         splits,
         R=width,
-        BR=columns,
         BS=triton.next_power_of_2(splits),
         PDL=early,
-        num_warps=warps,
+        num_warps=1,  # so that all programs run at once
         launch_pdl=early,
     )
 
@@ -401,10 +398,6 @@ def _decode_parts(
     )
 
 
-_FEW_PARTS = 4
-"""Up to so many the lean launches win."""
-
-
 def _best_shape(
     q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
 ) -> DecodeShape | HopperShape:
@@ -415,7 +408,7 @@ def _best_shape(
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)
         splits = max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE))))
-        return HopperShape(splits, "lean" if 1 < splits <= _FEW_PARTS else "sides")
+        return HopperShape(splits)
     return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
 
 

@@ -52,29 +52,6 @@ def first_tiles(
 
 
 @gluon.jit
-def ask_for_tiles(
-    latents, s_latents, p_rows, s_page, first, count, end, PAGE: gl.constexpr, BN: gl.constexpr,
-    WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Have ``count`` tiles from the latent ``first`` on brought to the L2 cache, a thread each.
-
-    Nothing is read. A tile is one run of memory: from its first row's begin to its last one's end.
-    """
-    at = first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])) * BN
-    live = (at < end) & (at < first + count * BN)
-    rows = gl.load(p_rows + at // PAGE * s_page, mask=live, other=0) + at % PAGE
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $3, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [latents + rows * s_latents, ((BN - 1) * s_latents + WIDTH) * 2, live.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
     """Clear rows from ``left`` on: they may hold NaN, and 0 x NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -109,8 +86,6 @@ def write_half(
 def one_side(
     values,
     shared,
-    latents,
-    s_latents,
     p_rows,
     s_page,
     rows_end,
@@ -143,7 +118,6 @@ def one_side(
     BN: gl.constexpr,
     WHOLE: gl.constexpr,
     LEAN: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """What four warps do: the scores of every second tile, and half of the channels of all values.
 
@@ -200,10 +174,6 @@ def one_side(
         mbarrier.wait(landed.index(2 - SIDE), phase)
         s = warpgroup_mma(m_q.index(other), m_others.index(own).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
-        if SIDE == 1 and AHEAD > 0:
-            if i_h == 0:
-                at_ahead = at + AHEAD * 2 * BN
-                ask_for_tiles(latents, s_latents, p_rows, s_page, at_ahead, 2, end, PAGE, BN, R + P)
         s = warpgroup_mma_wait(0, [s])
         left = end - at - SIDE * BN
         if left < BN:
@@ -272,15 +242,14 @@ def one_side(
     exists = (o_h < H)[:, None]
     if LEAN:
         write_half(
-            m_mine.index(SIDE), mixed, out if WHOLE else parts, i_b, i_h, i_s, H, SPLITS,
-            WHOLE or start < length, COLUMN, R, BH,
+            m_mine.index(SIDE), mixed, parts, i_b, i_h, i_s, H, SPLITS, start < length, COLUMN, R,
+            BH,
         )  # fmt: skip
-        if not WHOLE:
-            if SIDE == 0:
-                # Of a part that is empty there is only the weight, and that is nothing.
-                o_w = i_h * BH + gl.arange(0, BH, ROW)
-                p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
-                gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
+        if SIDE == 0:
+            # Of a part that is empty there is only the weight, and that is nothing.
+            o_w = i_h * BH + gl.arange(0, BH, ROW)
+            p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
+            gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
     elif WHOLE:
         p_out = out + (i_b * H + o_h[:, None]) * R + o_r[None, :]
         gl.store(p_out, mixed.to(out.dtype.element_ty), mask=exists)
@@ -297,7 +266,6 @@ def one_side(
 def mla_decode_sides_kernel(
     values,
     shared,
-    latents,
     q,
     rows,
     lengths,
@@ -306,7 +274,6 @@ def mla_decode_sides_kernel(
     weights,
     s_q,
     s_qh,
-    s_latents,
     s_rows,
     s_page,
     rows_end,
@@ -320,7 +287,6 @@ def mla_decode_sides_kernel(
     BN: gl.constexpr,
     WHOLE: gl.constexpr,
     LEAN: gl.constexpr,
-    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """BH heads of one sequence over one part of its context, two tiles at a time: ``one_side``.
@@ -328,9 +294,8 @@ def mla_decode_sides_kernel(
     ``values`` and ``shared`` describe blocks [BN, R / 2] and [BN, P] of the latents; for the rest
     see ``mla_decode_kernel``. After FlashMLA's schedule for Hopper.
 
-    LEAN: latents are asked for before the queries, parts are bfloat16 and leave by way of shared
-    memory, and empty ones have a weight too, that of nothing. AHEAD: so many pairs of tiles before
-    they are copied they are brought to the L2 cache, by the program with the first heads.
+    LEAN, with several parts: latents are asked for before the queries, parts are bfloat16 and leave
+    by way of shared memory, and empty ones have a weight too, that of nothing.
     """
     if PDL:
         let_next_begin()
@@ -371,12 +336,6 @@ def mla_decode_sides_kernel(
                 values, shared, p_rows, s_page, start, end, rows_end, m_right, m_p, landed, 1, R, P,
                 PAGE, BN,
             )  # fmt: skip
-    if AHEAD > 0:
-        if i_h == 0:
-            ask_for_tiles(
-                latents, s_latents, p_rows, s_page, start + 2 * BN, 2 * AHEAD - 2, end, PAGE, BN,
-                R + P,
-            )  # fmt: skip
     o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, Q))
     exists = (o_h < H)[:, None]
     o_k = gl.arange(0, 64, gl.SliceLayout(0, Q))
@@ -393,19 +352,17 @@ def mla_decode_sides_kernel(
             (
                 one_side,
                 (
-                    values, shared, latents, s_latents, p_rows, s_page, rows_end, start, end,
-                    length, scale, m_q, m_qp, m_left, m_right, m_p, m_max, m_sum, landed, told, out,
-                    parts, weights, i_b, i_h, i_s, H, SPLITS, 0, R, P, PAGE, BH, BN, WHOLE, LEAN,
-                    AHEAD,
+                    values, shared, p_rows, s_page, rows_end, start, end, length, scale, m_q, m_qp,
+                    m_left, m_right, m_p, m_max, m_sum, landed, told, out, parts, weights, i_b, i_h,
+                    i_s, H, SPLITS, 0, R, P, PAGE, BH, BN, WHOLE, LEAN,
                 ),
             ),
             (
                 one_side,
                 (
-                    values, shared, latents, s_latents, p_rows, s_page, rows_end, start, end,
-                    length, scale, m_q, m_qp, m_right, m_left, m_p, m_max, m_sum, landed, told, out,
-                    parts, weights, i_b, i_h, i_s, H, SPLITS, 1, R, P, PAGE, BH, BN, WHOLE, LEAN,
-                    AHEAD,
+                    values, shared, p_rows, s_page, rows_end, start, end, length, scale, m_q, m_qp,
+                    m_right, m_left, m_p, m_max, m_sum, landed, told, out, parts, weights, i_b, i_h,
+                    i_s, H, SPLITS, 1, R, P, PAGE, BH, BN, WHOLE, LEAN,
                 ),
             ),
         ],

@@ -141,9 +141,8 @@ def normed(rows: torch.Tensor, call: Call) -> torch.Tensor:
     return heads.flatten(1) * torch.sigmoid(call.inputs[1].double().nan_to_num())
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize(("values", "stages", "rows"), [(128, 5, 4), (64, 3, 4), (128, 2, 8)])
-def test_kernel_is_its_reference(values: int, stages: int, rows: int, *, joined: bool) -> None:
+@pytest.mark.parametrize(("values", "stages"), [(128, 5), (64, 3), (128, 2)])
+def test_kernel_is_its_reference(values: int, stages: int) -> None:
     """Odd lengths, padding of NaN, whole chunks of padding, states and windows anywhere."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
@@ -152,7 +151,7 @@ def test_kernel_is_its_reference(values: int, stages: int, rows: int, *, joined:
     random.seed(values)
     call = make_call([1, 2, 33, 64, 200, 31], [0, 3, 0, 0, 40, 70])
     want, want_windows, want_states = expected(call)
-    got, windows, states = walk(call, HopperShape(values, stages, rows=rows, joined=joined))
+    got, windows, states = walk(call, HopperShape(values, stages))
     for begin, end in zip(call.ends.tolist(), call.cu_seqlens[1:].tolist(), strict=True):
         assert not got[begin:end].any(), "padding gets zeros"
     if values < KEY:
@@ -166,14 +165,13 @@ def test_kernel_is_its_reference(values: int, stages: int, rows: int, *, joined:
     assert torch.equal(windows[others], call.windows[others])
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("values", [128, 64])
-def test_snapshots_are_what_a_shorter_sequence_leaves(values: int, *, joined: bool) -> None:
+def test_snapshots_are_what_a_shorter_sequence_leaves(values: int) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
 
     torch.manual_seed(values + 1)
-    shape = HopperShape(values, 2, 128, joined=joined)
+    shape = HopperShape(values, 2)
     call = make_call([70, 100], [2, 0])
     spare = [x for x in range(len(call.states)) if x not in call.cells]
     depths = torch.tensor([[0, 0], [64, 32]])
@@ -189,8 +187,8 @@ def test_snapshots_are_what_a_shorter_sequence_leaves(values: int, *, joined: bo
             assert torch.equal(windows[cell], want_windows[own]), depth
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_neighbours_change_no_bit(*, joined: bool) -> None:
+@pytest.mark.parametrize("values", [128, 64])
+def test_neighbours_change_no_bit(values: int) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
 
@@ -202,7 +200,7 @@ def test_neighbours_change_no_bit(*, joined: bool) -> None:
         cu_seqlens=torch.tensor([0, 70]),
         ends=torch.tensor([70]),
     )
-    shape = HopperShape(128, 3, 128, joined=joined)
+    shape = HopperShape(values, 3)
     got, _, states = walk(call, shape)
     want, _, want_states = walk(alone, shape)
     assert torch.equal(got[40:110], want)
@@ -215,7 +213,7 @@ def test_choice_of_the_layout() -> None:
     from k3vl.kernels.kda.gpu import PrefillShape, _shape
     from k3vl.kernels.kda.hopper import HopperShape
 
-    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5)
+    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5, sooner=True)
     assert _shape(48, 128, half=True, hopper=True) == HopperShape(64, 3)
     assert _shape(96, 128, half=True, hopper=False) == PrefillShape(64, 4, 3, 128)
     assert _shape(4, 16, half=False, hopper=False) == PrefillShape(16, 4, 1, None)

@@ -40,9 +40,7 @@ def pool(cells: int) -> tuple[torch.Tensor, torch.Tensor]:
     return windows.view(cells, 3, 3, KEY), states.view(cells, KEY, KEY)
 
 
-def run(
-    weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor, parts: int = 1
-) -> torch.Tensor:
+def run(weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor) -> torch.Tensor:
     from k3vl.kernels.kda.gpu import step_arguments
     from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
     from tests.kernels.gluon_on_cpu import Descriptor, launch
@@ -54,8 +52,7 @@ def run(
     out = torch.full(args[1].shape, NAN).bfloat16()
     given = step_arguments(args, weights, *memory, cells, out)
     bounded = weights.lower_bound is not None
-    options = {"bounded": bounded, "early": True, "parts": parts, "launch": on_cpu}
-    hopper_step(given, memory[1], cells.numel(), **options)
+    hopper_step(given, memory[1], cells.numel(), bounded=bounded, early=True, launch=on_cpu)
     return out
 
 
@@ -100,21 +97,6 @@ def test_kernel_is_its_reference(lower_bound: float | None) -> None:
     single = run(weights, [x[2:3] for x in args], alone, cells[2:3])
     assert torch.equal(single, got[2:3])
     assert torch.equal(alone[1][cells[2]], states[cells[2]])
-
-
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_states_in_parts_have_the_same_bits(parts: int) -> None:
-    pytest.importorskip("triton.experimental.gluon")
-    torch.manual_seed(parts)
-    random.seed(parts)
-    weights, args = layer(-5.0), inputs(2)
-    windows, states = torch.randn(9, 3, 3, KEY).bfloat16(), torch.randn(9, KEY, KEY)
-    cells = torch.randperm(9)[: 2 * HEADS].view(2, HEADS)
-    mine = windows.clone(), states.clone()
-    want = run(weights, args, (windows, states), cells)
-    assert torch.equal(run(weights, args, mine, cells, parts), want)
-    assert torch.equal(mine[0], windows)
-    assert torch.equal(mine[1], states)
 
 
 def test_what_the_kernel_does_not_take() -> None:
