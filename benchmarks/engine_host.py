@@ -38,6 +38,7 @@ from benchmarks.cpu_speed import now
 from benchmarks.gpu_captions import make_pictures, provenance
 from benchmarks.gpu_subjects import PROMPT
 from k3vl.config import checkpoint_path, load_config, load_media_config
+from k3vl.kernels.argmax import argmax
 from k3vl.lm.decode import StaticDecode
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
@@ -71,7 +72,7 @@ class FreeModel:
 
     def __init__(self, config: Any, token_id: int) -> None:
         self.config = config
-        self.kernels = SimpleNamespace(row_independent=False, recordable=True)
+        self.kernels = SimpleNamespace(row_independent=False, recordable=True, argmax=argmax)
         self.embedding = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
         self._logits = torch.zeros(1, config.vocab_size)
         self._logits[0, token_id] = 1.0

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from k3vl.types import MediaSpan, Prompt, Usage
 from k3vl.xtml.render import render
 from k3vl.xtml.tokenizer import encode, media_spans
-from k3vl.xtml.tokens import END_OF_MSG
+from k3vl.xtml.tokens import END_OF_MSG, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from k3vl.types import ProcessedMedia, Request
     from k3vl.xtml.tokenizer import Tokenizer
+
+KEPT_SEGMENTS = 512
+KEPT_CHARACTERS = 2048
+"""Of a segment whose ids are kept: the format's own pieces, and what every request asks."""
 
 
 class PromptWriter:
@@ -26,6 +32,11 @@ class PromptWriter:
 
     def __init__(self, tokenizer: Tokenizer, media_pad_id: int) -> None:
         self.tokenizer, self.media_pad_id = tokenizer, media_pad_id
+
+        def ids_of(text: str, allow_special: bool) -> tuple[int, ...]:
+            return tuple(encode([Segment(text, allow_special)], tokenizer))
+
+        self._ids_of, self._kept_ids = ids_of, lru_cache(KEPT_SEGMENTS)(ids_of)
 
     def write(self, request: Request, media: Sequence[ProcessedMedia]) -> tuple[Prompt, Usage]:
         """Render and tokenise.
@@ -44,7 +55,7 @@ class PromptWriter:
         segments = render(
             request.messages, tools=request.tools, options=request.options, media=layouts
         )
-        token_ids = tuple(encode(segments, self.tokenizer))
+        token_ids = tuple(chain.from_iterable(self._encoded(segments)))
         offsets = media_spans(token_ids, self.media_pad_id, layouts)
         items = [item for part in media for item in part.items]
         spans = tuple(
@@ -62,6 +73,13 @@ class PromptWriter:
         tokenizer = self.tokenizer
         longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
         return num_tokens * longest
+
+    def _encoded(self, segments: Iterable[Segment]) -> Iterable[tuple[int, ...]]:
+        """Every segment's ids; those of short ones are kept, as requests share most of them."""
+        for segment in segments:
+            is_short = len(segment.text) <= KEPT_CHARACTERS
+            ids_of = self._kept_ids if is_short else self._ids_of
+            yield ids_of(segment.text, segment.allow_special)
 
     def _message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Depths at which other conversations may part from this one.

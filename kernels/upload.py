@@ -21,5 +21,8 @@ def upload(*values: ArrayLike, device: torch.device) -> list[torch.Tensor]:
     flat = torch.from_numpy(np.concatenate(arrays, axis=None))
     if device.type == "cuda":
         flat = flat.pin_memory()  # its memory is used again when the copy is over
-    parts = flat.to(device, non_blocking=True).split_with_sizes([array.size for array in arrays])
+    flat = flat.to(device, non_blocking=True)
+    if len(arrays) == 1:  # every operator gives Python's lock away, which others may take
+        return [flat if arrays[0].ndim == 1 else flat.view(arrays[0].shape)]
+    parts = flat.split_with_sizes([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

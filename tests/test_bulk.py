@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
 import pytest
 
-from k3vl.bulk import HELD
+from k3vl.bulk import FROZEN_BY_PYTHON, HELD, only_new_garbage
 from k3vl.errors import BackendError, MediaError
 from k3vl.pipeline import Pipeline, Reply
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
@@ -154,3 +155,26 @@ def test_media_are_prepared_by_the_processor_for_many() -> None:
     assert len(seen) == 2
     pipe.reply([message])
     assert len(seen) == 2
+
+
+def test_python_looks_for_new_garbage_only_while_a_run_lasts() -> None:
+    before = gc.get_freeze_count()
+    assert before <= FROZEN_BY_PYTHON
+    pipe = pipeline()
+    replies = pipe.replies(pipe.request(ask(TextPart(str(i)))) for i in range(9))
+    next(replies)
+    assert gc.get_freeze_count() > before + 10_000
+    replies.close()
+    assert gc.get_freeze_count() == 0, "one that is left early too"
+
+
+def test_who_has_frozen_objects_keeps_them_so() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with only_new_garbage():
+            held = [[] for _ in range(9)]
+        assert len(held) == 9
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()

@@ -26,6 +26,7 @@ from k3vl.app.captioning.rows import Origin, Row, error_row
 from k3vl.app.captioning.sidecars import NO_SIDECARS, Sidecars, write_sidecars
 from k3vl.app.captioning.tar_output import TarOutput
 from k3vl.app.captioning.worker import Outcome, Worker
+from k3vl.bulk import only_new_garbage
 from k3vl.errors import MediaError, RequestError
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class Run:
         )
         self._tars = [output for output in plan.outputs if isinstance(output, TarOutput)]
 
+    @only_new_garbage()
     def go(self) -> None:
         """Caption everything.
 

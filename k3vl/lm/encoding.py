@@ -235,9 +235,10 @@ class EncodeOnStream:
             made, begin, end = self._launched.popleft()
             stream = torch.cuda.current_stream()
             stream.wait_event(end)
-            for _, rows in made:
-                if isinstance(rows, torch.Tensor):
-                    rows.record_stream(stream)  # or its memory may be written again before
+            # Or its memory may be written again before; that of a batch is one.
+            tensors = (rows for _, rows in made if isinstance(rows, torch.Tensor))
+            for rows in {rows.untyped_storage().data_ptr(): rows for rows in tensors}.values():
+                rows.record_stream(stream)
             taken += made
             self._untimed.append((begin, end))
             wait = False

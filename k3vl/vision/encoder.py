@@ -112,11 +112,11 @@ class VisionEncoder:
         grids = [item.grid_thw for item in batch]
         sizes = [item.num_tokens for item in batch]
         if self.repeats is not None:
-            rows = self.repeats.run(patches, grids)[: sum(sizes)]
-        else:
-            rows = self.projector(self.tower(patches, grids))
-        # Slices would keep the whole batch alive as long as one of them is used; and of a recorded
-        # one they would not last.
+            # What is recorded does not last. One copy for all: so small a batch costs less memory
+            # for as long as one of them is used than each costs time to be launched.
+            return list(torch.split(self.repeats.run(patches, grids)[: sum(sizes)].clone(), sizes))
+        rows = self.projector(self.tower(patches, grids))
+        # Slices would keep the whole batch alive as long as one of them is used.
         return [part.clone() for part in torch.split(rows, sizes)]
 
 

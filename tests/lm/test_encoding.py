@@ -206,7 +206,7 @@ class FakeCuda:
         self.log: list[str] = []
         self.current = self.main = FakeStream(self, "main")
         self.unfinished: list[FakeEvent] = []
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(self, "side"))
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
@@ -225,6 +225,7 @@ class FakeCuda:
 class FakeStream:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
+        self.device, self.cuda_stream = None, id(self)
 
     def wait_stream(self, other: FakeStream) -> None:
         self.cuda.log.append(f"{self.name} waits for {other.name}")
@@ -289,6 +290,21 @@ def test_a_stream_hands_out_rows_behind_their_event(monkeypatch: pytest.MonkeyPa
         "rows are read on main",
     ]
     assert cuda.current is cuda.main
+
+
+def test_rows_of_one_batch_are_one_memory_to_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    rows = torch.zeros(4, 8).as_subclass(Rows)
+
+    class Joint(FakeEncoder):
+        def encode(self, items):
+            return list(rows.split([2] * len(items)))
+
+    encoding = EncodeOnStream(Joint())
+    encoding.start([wanted(picture(1)), wanted(picture(2))])
+    cuda.finish()
+    assert len(encoding.take(wait=False)) == 2
+    assert cuda.log[-2:] == ["main waits for an event of side", "rows are read on main"]
 
 
 def test_a_stream_waits_on_the_device_and_for_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
