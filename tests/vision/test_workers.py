@@ -142,6 +142,17 @@ def test_workers_that_were_killed_leave_no_files_open() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.skipif(not hasattr(os, "nice"), reason="no niceness here")
+@pytest.mark.parametrize("niceness", [0, 5])
+def test_workers_give_way_as_they_are_told(niceness: int) -> None:
+    async def test(pool: MediaWorkers) -> None:
+        await pool.process(MediaPart("image", FOX))
+        (process,) = living_workers()
+        assert process.nice() == psutil.Process().nice() + niceness
+
+    with_workers(test, niceness=niceness)
+
+
 def test_parts_are_processed_side_by_side() -> None:
     async def test(workers: MediaWorkers) -> None:
         await asyncio.gather(*(workers.process(MediaPart("image", FOX)) for _ in range(2)))
