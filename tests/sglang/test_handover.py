@@ -74,10 +74,12 @@ def test_a_view_has_pixels_when_sglang_has_taken_them_out() -> None:
     (expected,) = as_the_tower_wants([ours(0)], CPU, torch.float32)
     pool(one)
     (view,) = as_the_tower_wants([one], CPU, torch.float32)
-    assert isinstance(view.feature, Pooled)
+    seen = view.feature
+    assert isinstance(seen, Pooled)
     view.reconstruct(0)
-    assert torch.equal(view.feature, expected.feature)
-    assert view.feature is view.feature
+    pixels = view.feature
+    assert torch.equal(pixels, expected.feature)
+    assert view.feature is pixels
 
 
 @pytest.fixture
