@@ -33,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -177,6 +178,14 @@ def ask(url: str, data: bytes) -> tuple[float, int, int]:
     return seconds, usage["prompt_tokens"], cached
 
 
+def said(exc: Exception) -> str:
+    """An error and what the server wrote about it, which its log does not have."""
+    if isinstance(exc, urllib.error.HTTPError):
+        with exc:
+            return f"{exc}: {exc.read(2000).decode(errors='replace')}"
+    return str(exc)
+
+
 def one_round(url: str, bodies: list[bytes], clients: int) -> dict[str, Any]:
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
@@ -293,7 +302,7 @@ def first_answers(
             with record.stage(f"first {kind}, {name}"):
                 seconds, tokens[name], _ = ask(servers[name].url, data)
         except ERRORS as exc:
-            record.note("errors", f"{kind}, {name}", f"{exc}\n{servers[name].tail()}")
+            record.note("errors", f"{kind}, {name}", f"{said(exc)}\n{servers[name].tail()}")
             continue
         row = {"server": name, "kind": kind, "prompt_tokens": tokens[name]}
         record.result["answers"].append({**row, "first_seconds": round(seconds, 3)})
@@ -319,7 +328,7 @@ def even_out(
         try:
             _, found, _ = ask(servers[short].url, data)
         except ERRORS as exc:
-            rec.note("errors", f"image, {short}", f"{exc}\n{servers[short].tail()}")
+            rec.note("errors", f"image, {short}", f"{said(exc)}\n{servers[short].tail()}")
             break
         if abs(found - target) <= abs(best - target):
             padding[short], best = count, found
@@ -354,7 +363,7 @@ def measure(
             try:
                 row |= one_round(servers[name].url, bodies, flags.clients)
             except ERRORS as exc:
-                record.note("errors", f"{kind}, {name}", f"{exc}\n{servers[name].tail()}")
+                record.note("errors", f"{kind}, {name}", f"{said(exc)}\n{servers[name].tail()}")
                 continue
             if number >= WARM:
                 rows.append(row)

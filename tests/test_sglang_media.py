@@ -40,6 +40,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if f"{NAME} {kind}" in FAILS:
             print("out of resources", flush=True)
             os._exit(1)
+        if f"{NAME} {kind} 400" in FAILS:
+            return self.reply(400, {"message": f"{kind}: no memory for it"})
         characters = sum(len(p["text"]) for p in content if p["type"] == "text")
         tokens = PREAMBLE[NAME] + characters // CHARACTERS_PER_TOKEN
         self.reply(200, {"usage": {"prompt_tokens": tokens}})
@@ -138,6 +140,7 @@ def test_a_difference_is_told_with_its_error() -> None:
         ("plain start", "plain", "no memory", {"plugin"}),
         ("plain image", "image, plain", "out of resources", {"plugin"}),
         ("plugin video", "video, plugin", "out of resources", {"plain", "plugin"}),
+        ("plugin video 400", "video, plugin", "no memory for it", {"plain", "plugin"}),
     ],
 )
 def test_one_that_fails_leaves_what_the_other_says(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from k3vl.config import checkpoint_path
-from k3vl.errors import RequestError
+from k3vl.errors import K3VLError, RequestError
 from k3vl.sglang.slots import Slot, expand, find_slots, open_layout, slot_segment, with_slots
 from k3vl.types import MediaGroup, MediaLayout, MediaPart, Message, TextPart
-from k3vl.xtml.render import render
-from k3vl.xtml.tokenizer import encode, load_tokenizer
+from k3vl.xtml.render import media_segments, render
+from k3vl.xtml.tokenizer import encode, load_tokenizer, media_spans
 from k3vl.xtml.tokens import MEDIA_PAD, Segment
 
 TOKENIZER = load_tokenizer(checkpoint_path("demo"))
@@ -111,3 +111,24 @@ def test_a_clip_becomes_its_stamps_and_runs() -> None:
     for offset, length in spans:
         assert token_ids[offset : offset + length] == [PAD] * length
     assert token_ids.count(PAD) == 5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MediaLayout("image", 896, 672, (MediaGroup(768),)),
+        MediaLayout("image", 14, 14, (MediaGroup(1),)),
+        MediaLayout(
+            "video", 60, 40, (MediaGroup(6, "00:00:00.000"), MediaGroup(2, "00:00:02.000"))
+        ),
+    ],
+    ids=["picture", "one pad", "clip"],
+)
+def test_a_medium_has_the_tokens_that_the_template_has(layout: MediaLayout) -> None:
+    expected = encode(media_segments(layout), TOKENIZER)
+    assert expand(layout, TOKENIZER, PAD) == (expected, media_spans(expected, PAD, [layout]))
+
+
+def test_a_medium_without_tokens_is_refused() -> None:
+    with pytest.raises(K3VLError, match="0 tokens"):
+        expand(MediaLayout("image", 14, 14, (MediaGroup(0),)), TOKENIZER, PAD)

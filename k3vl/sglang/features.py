@@ -6,7 +6,7 @@ its encoder server) hold floats and go through as they are.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from k3vl.vision.processor import level_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 NORMALISE_KEY: Final = "k3vl_normalise"
 """In an item's ``model_specific_data``: mean and standard deviation of red, green and blue, six
@@ -30,16 +30,25 @@ class ItemView:
 
     def __init__(self, item: Any, device: torch.device, dtype: torch.dtype) -> None:
         self._item, self._device, self._dtype = item, device, dtype
+        self._found: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else somebody reads or calls is the item's."""
         return getattr(self._item, name)
 
-    @cached_property
-    def feature(self) -> torch.Tensor:
-        """[N, 3, P, P] in the tower's dtype, on its device."""
-        key = self._item.model_specific_data[NORMALISE_KEY]
-        return normalised(self._item.feature, key, self._device, self._dtype)
+    @property
+    def feature(self) -> Any:
+        """[N, 3, P, P] in the tower's dtype, on its device.
+
+        Patches in SGLang's pool are what stands for them, until ``reconstruct`` takes them out.
+        """
+        if self._found is None:
+            patches = self._item.feature
+            if not isinstance(patches, torch.Tensor):
+                return patches
+            key = self._item.model_specific_data[NORMALISE_KEY]
+            self._found = normalised(patches, key, self._device, self._dtype)
+        return self._found
 
 
 def as_the_tower_wants(items: Sequence[Any], device: torch.device, dtype: torch.dtype) -> list[Any]:
@@ -48,6 +57,31 @@ def as_the_tower_wants(items: Sequence[Any], device: torch.device, dtype: torch.
         ItemView(item, device, dtype) if NORMALISE_KEY in item.model_specific_data else item
         for item in items
     ]
+
+
+def place_beside_the_tower(
+    items: Sequence[Any], device: torch.device, wrap: Callable[[Any], None]
+) -> None:
+    """Patches into SGLang's pool on the GPU, from which its scheduler takes pictures of its own.
+
+    What stays on the CPU the scheduler copies out of shared memory and then to the GPU, between two
+    of its steps, and the tokenizer's event loop copies into it. One item at a time is on the GPU
+    besides the pool; where there is no room for it, it stays on the CPU.
+
+    Args:
+        items: ours count, others stay as they are.
+        device: the pool's.
+        wrap: SGLang's; puts something else in the place of an item's feature on that device.
+    """
+    for item in items:
+        patches = item.feature
+        if NORMALISE_KEY not in item.model_specific_data or not isinstance(patches, torch.Tensor):
+            continue
+        try:
+            item.feature = patches.to(device)
+            wrap(item)
+        except torch.OutOfMemoryError:
+            item.feature = patches
 
 
 def normalised(

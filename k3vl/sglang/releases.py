@@ -54,8 +54,14 @@ class Release(Protocol):
     ) -> Any:
         """SGLang's own output for a prompt that is one picture and nothing else."""
 
+    def wrap(self, processor: Any, item: Any) -> None:
+        """Put an item's feature, which is on the GPU, into SGLang's pool there."""
+
     def hand_over(self, processor: Any, items: list[Any]) -> list[Any]:
         """The encoder items as the scheduler takes them."""
+
+    def take_back(self, processor: Any, item: Any) -> None:
+        """Free an item's place in SGLang's pool: the request will not be handed over."""
 
 
 class Release0523:
@@ -123,9 +129,17 @@ class Release0523:
         artifacts = await processor.prepare_media_artifacts([source], content_hashes=[content_hash])
         return processor.compose_request([pad_id], artifacts)
 
+    def wrap(self, processor: Any, item: Any) -> None:
+        """See :class:`Release`; the scheduler's stream waits for the copy."""
+        processor._prepare_mm_items_for_transport([item])
+
     def hand_over(self, processor: Any, items: list[Any]) -> list[Any]:
         """See :class:`Release`."""
         return processor._prepare_mm_items_for_transport(items)  # type: ignore[no-any-return]
+
+    def take_back(self, processor: Any, item: Any) -> None:
+        """See :class:`Release`."""
+        processor.cudaipc_mmfeature_pool.cancel_proxy(item.feature)
 
 
 class Release0517:
@@ -186,9 +200,20 @@ class Release0517:
             processor, [source], [pad_id], request
         )
 
+    def wrap(self, processor: Any, item: Any) -> None:
+        """See :class:`Release`; nothing there makes the scheduler wait for the copy."""
+        import torch
+
+        item.feature = processor._wrap_tensor_for_cuda_ipc(item.feature)
+        torch.cuda.current_stream(processor.cudaipc_mmfeature_pool.memory_pool.device).synchronize()
+
     def hand_over(self, processor: Any, items: list[Any]) -> list[Any]:
         """See :class:`Release`."""
         return items
+
+    def take_back(self, processor: Any, item: Any) -> None:
+        """See :class:`Release`; each process of the engine would have acknowledged it."""
+        item.feature.acknowledge_consumption(self._args.tp_size)
 
 
 SUPPORTED: Final = ("0.5.23", "0.5.17")

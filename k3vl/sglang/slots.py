@@ -13,7 +13,7 @@ prompt for each picture or clip, the second puts the medium's own tokens there. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from k3vl.errors import RequestError
@@ -152,6 +152,21 @@ def _check(slots: Sequence[Slot], num_images: int, num_videos: int) -> None:
 def expand(
     layout: MediaLayout, tokenizer: Tokenizer, pad_id: int
 ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-    """A medium's own tokens: its ids, and (offset, length) of each group's pads in them."""
-    ids = encode(media_segments(layout), tokenizer)
-    return ids, media_spans(ids, pad_id, [layout])
+    """A medium's own tokens: its ids, and (offset, length) of each group's pads in them.
+
+    One pad of each group is encoded, and stands for the others: this runs in the event loop.
+    """
+    single = (replace(group, num_tokens=min(group.num_tokens, 1)) for group in layout.groups)
+    short = replace(layout, groups=tuple(single))
+    encoded = encode(media_segments(short), tokenizer)
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    done = 0
+    for (offset, _), group in zip(
+        media_spans(encoded, pad_id, [short]), layout.groups, strict=True
+    ):
+        ids += encoded[done:offset]
+        spans.append((len(ids), group.num_tokens))
+        ids += [pad_id] * group.num_tokens
+        done = offset + 1
+    return ids + encoded[done:], tuple(spans)

@@ -18,7 +18,7 @@ from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
 from k3vl.vision.source import DEFAULT_POLICY, FetchPolicy
 from k3vl.vision.worker import settings_header
-from k3vl.vision.workers import DEFAULT_MEMORY, Worker, num_workers_here
+from k3vl.vision.workers import DEFAULT_MEMORY, GIVES_WAY, Worker, num_workers_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ class PooledProcessor(MediaProcessor):
     ) -> None:
         super().__init__(config, limits=limits, policy=policy, keep_bytes=keep_bytes)
         self._settings = settings_header(
-            config, limits, None, policy.max_bytes, "patches", DEFAULT_MEMORY
+            config, limits, None, policy.max_bytes, "patches", DEFAULT_MEMORY, GIVES_WAY
         )
         self._free = threading.Semaphore(num_workers or num_workers_here())
         self._lock = threading.Lock()

@@ -258,7 +258,8 @@ def render(
     size = (plan.new_width, plan.new_height)
     if before:
         image = composite(image, background)
-    resized = image.resize(size, Image.Resampling.BICUBIC)
+    # Pillow would copy it.
+    resized = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
     if size == (plan.padded_width, plan.padded_height):
         return np.asarray(composite(resized, background))
     canvas = np.zeros((plan.padded_height, plan.padded_width, 3), np.uint8)

@@ -148,7 +148,7 @@ class ContainerClip:
 
     def _probe(self) -> None:
         """Decode the first frame: stored size, rotation, aspect, colour."""
-        with self._container() as (container, stream):
+        with self._container(threads=False) as (container, stream):  # more would wait for more
             first, self._first_at = next(self._decode(container, stream), (None, None))
             aspect = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
         if first is None:
@@ -266,6 +266,13 @@ class ContainerClip:
             stream = self._pick_stream(container)
             stream.codec_context.options = {"max_pixels": str(self._limits.max_frame_pixels)}
             stream.thread_type = "AUTO" if threads else "NONE"
+            if threads:
+                try:
+                    stream.codec_context.open(strict=False)
+                except BlockingIOError:  # the system has no more threads now
+                    stream.thread_type = "NONE"
+                except _AV_ERRORS:
+                    pass  # and again with the first packet
             yield container, stream
 
     def _pick_stream(self, container: Any) -> Any:
@@ -391,9 +398,15 @@ class ContainerClip:
         """Upright RGB in the stored aspect."""
         if (frame.width, frame.height) != self.stored:
             self._num_resized += 1
-        rgb = reformatter.reformat(
-            frame, format="rgb24", src_color_range=frame.color_range, interpolation=_SCALER
-        )
+        wanted: dict[str, Any] = {
+            "format": "rgb24",
+            "src_color_range": frame.color_range,
+            "interpolation": _SCALER,
+        }
+        try:
+            rgb = reformatter.reformat(frame, **wanted)
+        except BlockingIOError:  # the system has no more threads now
+            rgb = VideoReformatter().reformat(frame, **wanted, threads=1)
         image = Image.fromarray(rgb.to_ndarray())
         return image if self._turn is None else image.transpose(self._turn)
 

@@ -45,8 +45,6 @@ frames or of the whole clip (see ``portable.py``)."""
 SourceForm: TypeAlias = Literal["bytes", "data", "path", "url"]
 """What a request's blob is: a file, the text of a ``data:`` URL, a local path that no request
 named but the caller, or another URL that needs no network."""
-NICENESS = 5
-"""Decoding gives way to the server's own thread and to the engine: who streams keeps streaming."""
 _LENGTHS = struct.Struct("<IQ")
 _KEPT_BYTES = 16 * 2**20
 _PIECE = 1 << 18
@@ -133,6 +131,7 @@ def settings_header(
     max_bytes: int,
     form: MediaForm,
     max_memory: int,
+    niceness: int,
 ) -> dict[str, Any]:
     """The first frame: what to process by."""
     return {
@@ -142,6 +141,7 @@ def settings_header(
         "max_bytes": max_bytes,
         "form": form,
         "max_memory": max_memory,
+        "niceness": niceness,
     }
 
 
@@ -219,13 +219,13 @@ def limit_memory(size: int) -> None:
 
 def main() -> None:
     """Serve until standard input ends."""
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not get between the frames
     settings = read_frame(requests)[0]
     limit_memory(settings["max_memory"])
+    if hasattr(os, "nice"):
+        os.nice(settings["niceness"])
     processor, form, file = make_processor(settings), settings["form"], settings["file"]
     write_frame(answers, {"ready": True})
     while True:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 MAX_FETCHES = 16
 DEFAULT_MEMORY = 4 * 2**30
 """Enough for the largest picture that ``vision.limits`` lets pass, in every mode."""
+GIVES_WAY = 5
+"""Niceness: decoding gives way to the server's own thread and to an engine in its process, so who
+streams keeps streaming. On a busy machine it costs whoever waits for a picture twice the time."""
 ABANDONED_SECONDS = 1.0
 """How long a worker may go on for a caller that has left: a new process costs more than most
 pictures, and clients that come and go must not be able to make the server start processes."""
@@ -184,6 +187,7 @@ class MediaWorkers:
         max_jobs: parts under way or waiting; more are refused.
         max_memory: bytes that a worker may have written to; what needs more is refused. The system
             enforces it, so nothing that a file makes a decoder do can take the machine with it.
+        niceness: of the processes, on top of this one's.
     """
 
     def __init__(
@@ -195,12 +199,13 @@ class MediaWorkers:
         max_seconds: float = 60.0,
         max_jobs: int = 1024,
         max_memory: int = DEFAULT_MEMORY,
+        niceness: int = GIVES_WAY,
     ) -> None:
         self._processor = processor
         policy = processor.policy
         root = policy.file_root if "file" in policy.schemes else None
         self._settings = settings_header(
-            processor.config, processor.limits, root, policy.max_bytes, form, max_memory
+            processor.config, processor.limits, root, policy.max_bytes, form, max_memory, niceness
         )
         self._max_seconds, self._max_jobs = max_seconds, max_jobs
         self._idle = [Worker(self._settings) for _ in range(num_workers)]

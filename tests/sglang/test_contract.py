@@ -54,6 +54,12 @@ NAMES = {
     "sglang.srt.models.kimi_k3:KimiK3ForConditionalGeneration.get_image_feature": (
         "encodes pictures and clips, and what our model overrides"
     ),
+    "sglang.srt.multimodal.processors.kimi_k3:DEFER_CUDA_IPC_FEATURE_RECONSTRUCTION_KEY": (
+        "leaves an item in the pool until it is encoded"
+    ),
+    "sglang.srt.multimodal.transport.cuda_ipc:MmItemMemoryPool.cancel_proxy": (
+        "frees an item's place in the pool"
+    ),
     "sglang.srt.utils:ImageData": "carries pictures of chats",
     "sglang.srt.utils:VideoData": "carries clips of chats",
     **{

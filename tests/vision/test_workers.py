@@ -142,6 +142,17 @@ def test_workers_that_were_killed_leave_no_files_open() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.skipif(not hasattr(os, "nice"), reason="no niceness here")
+@pytest.mark.parametrize("niceness", [0, 5])
+def test_workers_give_way_as_they_are_told(niceness: int) -> None:
+    async def test(pool: MediaWorkers) -> None:
+        await pool.process(MediaPart("image", FOX))
+        (process,) = living_workers()
+        assert process.nice() == psutil.Process().nice() + niceness
+
+    with_workers(test, niceness=niceness)
+
+
 def test_parts_are_processed_side_by_side() -> None:
     async def test(workers: MediaWorkers) -> None:
         await asyncio.gather(*(workers.process(MediaPart("image", FOX)) for _ in range(2)))
@@ -316,3 +327,33 @@ def test_a_long_data_url_is_held_once(unit: str) -> None:
         assert extra["server"] < 2**21, extra
 
     with_workers(test)
+
+
+NO_THREADS = """
+import resource, sys, threading
+from k3vl.config import K3_MEDIA
+from k3vl.vision.processor import MediaProcessor
+
+resource.setrlimit(resource.RLIMIT_DATA, (2**29, 2**29))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    media = MediaProcessor(K3_MEDIA).process(open(sys.argv[1], "rb").read(), "video")
+    print(*(item.digest for item in media.items), *media.warnings)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stacks of threads count as data there")
+def test_a_machine_that_has_no_more_threads_decodes_without() -> None:
+    """A thread's stack is larger than all that the process may have."""
+    line = 'ulimit -s 1048576 && exec "$0" -c "$1" "$2"'
+    path = next(EXAMPLES.glob("*.mp4"))
+    found = subprocess.run(
+        ["/bin/sh", "-c", line, sys.executable, NO_THREADS, str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    media = MediaProcessor(K3_MEDIA).process(CLIP, "video")
+    assert found.stdout.split() == [item.digest for item in media.items], found.stderr
+    assert not media.warnings

@@ -27,7 +27,10 @@ from sglang.srt.managers.schedule_batch import (
     MultimodalProcessorOutput,
 )
 from sglang.srt.models.kimi_k3 import KimiK3ForConditionalGeneration
-from sglang.srt.multimodal.processors.kimi_k3 import KimiK3ImageProcessor
+from sglang.srt.multimodal.processors.kimi_k3 import (
+    DEFER_CUDA_IPC_FEATURE_RECONSTRUCTION_KEY,
+    KimiK3ImageProcessor,
+)
 from sglang.srt.utils import ImageData, VideoData
 
 from k3vl.config import load_media_config
@@ -35,7 +38,7 @@ from k3vl.errors import CapacityError, K3VLError, MediaError, RequestError
 from k3vl.load import load_chat_defaults
 from k3vl.sglang.chat import K3ChatAdapter
 from k3vl.sglang.checkpoint import checkpoint_directory
-from k3vl.sglang.features import NORMALISE_KEY
+from k3vl.sglang.features import NORMALISE_KEY, place_beside_the_tower
 from k3vl.sglang.releases import this_release
 from k3vl.sglang.settings import PluginSettings
 from k3vl.sglang.slots import expand, find_slots
@@ -88,6 +91,7 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
             num_workers=self._settings.media_workers,
             max_seconds=self._settings.media_seconds,
             max_memory=self._settings.media_memory,
+            niceness=0,  # the engine has its own process, and a step waits for these pictures
         )
         adapter = K3ChatAdapter(
             self._vocabulary,
@@ -157,7 +161,9 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
         media = await _all(
             self._medium(slot, lists[slot.kind][slot.index], hashes) for slot in slots
         )
-        return self._compose(token_ids, slots, media)
+        output = self._compose(token_ids, slots, media)
+        output.mm_items = await self._hand_over(output.mm_items)
+        return output
 
     def _token_ids(self, text: Any) -> list[int]:
         """The prompt as ids; text with markers is read as SGLang's tokenizer reads it."""
@@ -267,9 +273,35 @@ class K3MediaProcessor(KimiK3ImageProcessor):  # type: ignore[misc] # SGLang is 
         composed += token_ids[done:]
         return MultimodalProcessorOutput(
             input_ids=composed,
-            mm_items=self._release.hand_over(self, items),
+            mm_items=items,
             im_token_id=self._pad_id,
         )
+
+    async def _hand_over(self, items: list[MultimodalDataItem]) -> list[MultimodalDataItem]:
+        """The items as the scheduler takes them: on the GPU, where SGLang has a pool there."""
+        pool = getattr(self, "cudaipc_mmfeature_pool", None)
+        if pool is not None:
+            device = pool.memory_pool.device
+            job = asyncio.ensure_future(
+                asyncio.to_thread(place_beside_the_tower, items, device, self._wrap)
+            )
+            try:
+                await asyncio.shield(job)
+            except BaseException:
+                job.add_done_callback(lambda _: self._take_back(items))
+                raise
+        return self._release.hand_over(self, items)
+
+    def _wrap(self, item: MultimodalDataItem) -> None:
+        """Into the pool; the one process that encodes the item takes it out."""
+        item.model_specific_data[DEFER_CUDA_IPC_FEATURE_RECONSTRUCTION_KEY] = True
+        self._release.wrap(self, item)
+
+    def _take_back(self, items: Iterable[MultimodalDataItem]) -> None:
+        """Nobody will: the caller has gone, or another item failed."""
+        for item in items:
+            if not isinstance(item.feature, torch.Tensor):
+                self._release.take_back(self, item)
 
     def shutdown(self) -> None:
         """Called by SGLang when its tokenizer ends."""
