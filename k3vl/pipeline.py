@@ -208,6 +208,10 @@ class Pipeline:
         """Prepares the media of many requests at once."""
         return self._bulk_processor or self.processor
 
+    @bulk_processor.setter
+    def bulk_processor(self, processor: MediaProcessor | None) -> None:
+        self._bulk_processor = processor
+
     def close(self) -> None:
         """Cancel everything and release the model."""
         self.backend.close()
