@@ -326,13 +326,15 @@ class Engine:
             with self.times.stage("decode"):
                 self._land(flight)
             return True
-        self._take_features(wait=False)
-        step = self.scheduler.plan()
+        with self.times.stage("plan"):
+            self._take_features(wait=False)
+            step = self.scheduler.plan()
         with self.times.stage("restore"):
             self._fill_slots(step.admitted)
         if step.encode:
-            items = items_to_encode(self.jobs.values())
-            self.encoding.start([(feature, items[feature]) for feature in step.encode])
+            with self.times.stage("start"):
+                items = items_to_encode(self.jobs.values())
+                self.encoding.start([(feature, items[feature]) for feature in step.encode])
         with self.times.stage("wait"):
             self._take_features(wait=bool(self.jobs) and not step.tokens)
         decoding, prefilling = list[Job](), list[tuple[Job, int]]()
@@ -391,8 +393,7 @@ class Engine:
                 ready.append((feature.entry.units, made))
                 feature.ready = True
                 continue
-            users = [j for j in self.jobs.values() if feature in j.sequence.pinned.values()]
-            for job in users:
+            for job in [j for j in self.jobs.values() if feature in j.sequence.pinned.values()]:
                 self._fail(job, made)
         self.cache.write_features(ready)
         self.times.seconds["encode"] = self.encoding.seconds

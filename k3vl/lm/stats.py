@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from k3vl.lm.tier import HostTier
 
 
-STAGES = ("restore", "encode", "wait", "decode", "prefill")
+STAGES = ("plan", "restore", "start", "encode", "wait", "decode", "prefill")
 
 
 @dataclass(slots=True)
@@ -22,9 +22,10 @@ class StageTimes:
     """Seconds spent so far.
 
     Attributes:
-        seconds: by stage of a step (``restore``; ``wait`` for the encoder, or help it, for want of
-            anything else to do; ``decode``; ``prefill``), and ``encode``: what encoding has taken,
-            which may be beside the others and on two threads.
+        seconds: by stage of a step (``plan``; ``restore``; ``start``: give the encoder its work;
+            ``wait`` for the encoder, or help it, for want of anything else to do; ``decode``;
+            ``prefill``), and ``encode``: what encoding has taken, which may be within ``start`` and
+            ``wait``, beside the others, and on two threads.
         queue: between arrival and admission, summed over requests.
         first_token, first_tokens: between arrival and first token, summed over that many requests.
     """
