@@ -102,11 +102,15 @@ def product_in(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None)
 
 def is_row(x: torch.Tensor, *matrices: torch.Tensor) -> bool:
     """Whether :func:`row_linear` takes it."""
-    d = x.shape[1]
-    return (
-        (x.shape[0], x.stride(1)) == (1, 1)
-        and d % 16 == 0
-        and all(w.dtype == x.dtype and w.stride() == (d, 1) for w in matrices)
+    one = (x.shape[0], x.stride(1)) == (1, 1)
+    return one and can_stream(x.dtype, *matrices)
+
+
+def can_stream(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
+    """Whether one row in ``dtype`` can be multiplied by them as they lie."""
+    return all(
+        w.dtype == dtype and w.shape[1] % 16 == 0 and w.stride() == (w.shape[1], 1)
+        for w in matrices
     )
 
 

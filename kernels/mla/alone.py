@@ -34,7 +34,7 @@ class MLALayerAlone(ComposedMLALayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`ComposedMLALayer.enter`."""
         w = weights
-        if w.q_b is None or w.q_norm is None or not linear.is_row(x, plain(w.in_proj)):
+        if w.q_b is None or w.q_norm is None or not _takes(x, plain(w.in_proj), plain(w.q_b)):
             # slots: super() has no class
             return ComposedMLALayer.enter(self, x, w, latents, sequences)
         q, c, shared, gate = self.linear(x, w.in_proj).split(w.splits, dim=-1)
@@ -50,3 +50,7 @@ class MLALayerAlone(ComposedMLALayer):
             **linear.launch_options(shape, x, q_b.shape[1]),
         )  # fmt: skip
         return out.unflatten(-1, (w.kv_b.shape[0], -1)), gate
+
+
+def _takes(x: torch.Tensor, in_proj: torch.Tensor, q_b: torch.Tensor) -> bool:
+    return linear.is_row(x, in_proj) and linear.can_stream(x.dtype, q_b)

@@ -49,8 +49,7 @@ class LatentMoEChain(ComposedLatentMoE[E]):
 def _takes(x: torch.Tensor, weights: MoEWeights[E]) -> bool:
     if weights.up is None or not linear.is_row(x, plain(weights.shared_gate_up)):
         return False
-    back = plain(weights.shared_down), plain(weights.up)
-    return all(w.dtype == x.dtype and w.is_contiguous() and w.shape[1] % 16 == 0 for w in back)
+    return linear.can_stream(x.dtype, plain(weights.shared_down), plain(weights.up))
 
 
 def route_and_glu(
