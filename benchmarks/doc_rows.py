@@ -18,6 +18,7 @@ def _prefill(label: str, shape: str, goal: float, share: float | None = None) ->
         against="fla",
         goal=goal,
         share=share,
+        instead={"3b42e1e": "k3vl, HopperShape(values=64, stages=3, sooner=True)"},
     )
 
 

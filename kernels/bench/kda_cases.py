@@ -156,16 +156,14 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
 
 def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
     """The default one on Hopper, then others."""
-    if heads < 64:
-        return HopperShape(64, 3), HopperShape(64, 3, sooner=True)
-    return (HopperShape(128, 5, sooner=True),)
+    return (HopperShape(64, 3) if heads < 64 else HopperShape(128, 5),)
 
 
 def _parts(shapes: tuple[HopperShape, ...]) -> Iterator[tuple[str, HopperShape]]:
     """Every launch with every layout in which it differs."""
     fields = {
         "begin": (),
-        "prepare": ("sooner",),
+        "prepare": (),
         "walk": ("values", "stages"),
         "norm": (),
     }

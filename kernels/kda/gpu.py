@@ -57,14 +57,12 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
-        sooner: that one loads rows a step before it needs them; changes no bit.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
-    sooner: bool = False
 
 
 def kda_decode(
@@ -329,7 +327,6 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=isinstance(layout, HopperShape),
-        SOONER=layout.sooner,
         PDL=work.early,
         **work.common,
         num_warps=4,
@@ -407,9 +404,7 @@ def _shape(heads: int, key: int, *, half: bool, hopper: bool) -> PrefillShape | 
     By the model alone: what a sequence gets does not depend on the batch.
     """
     if hopper:
-        if heads >= _MANY_HEADS:
-            return HopperShape(128, 5, sooner=True)
-        return HopperShape(64, 3)
+        return HopperShape(128, 5) if heads >= _MANY_HEADS else HopperShape(64, 3)
     return PrefillShape(min(key, 64), 4, *((3, 128) if half else (1, None)))
 
 

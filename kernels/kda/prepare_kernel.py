@@ -148,11 +148,11 @@ def _one_chunk(
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, SOONER: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
-    No load moves across a barrier or a store, so where rows are asked for is where it says so.
+    No load moves across a barrier or a store, so rows are asked for a step before they are needed.
     """
     # Of rows [C/R, 1, K]; the axis between makes room for the R rows of a group.
     o_g = tl.arange(0, C // R)[:, None, None]
@@ -180,8 +180,7 @@ def _one_chunk(
             lowest_logit = float("-inf")
             logit = tl.load(decay + s * S_DECAY, mask=live, other=lowest_logit)
             logits = logits + (logit,)  # noqa: RUF005
-    if SOONER:
-        k_rows = _rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    k_rows = _rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
     for s in tl.static_range(R):
         root = tl.rsqrt(1.0 + tl.exp2(tl.fma(_widen(logits[s]), rate, bias)))
         running = tl.fma(root, root, running)
@@ -195,12 +194,9 @@ def _one_chunk(
     tl.store(gamma + block * K + o_k, tl.exp2(whole))
     middle = tl.reshape(to_middle, (1, K))
 
-    if not SOONER:
-        k_rows = _rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
     k_taps = _taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     keys = _convolved(k_rows, k_taps, R, W, FAST)
-    if SOONER:
-        q_rows = _rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    q_rows = _rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
     k_ups = ()
     k_downs = ()
     for s in tl.static_range(R):
@@ -209,14 +205,9 @@ def _one_chunk(
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
     k_up = _whole(k_ups, C, K, DTYPE)
-    if SOONER:
-        q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
+    q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     down = tl.trans(_whole(k_downs, C, K, DTYPE))
     mix = tl.dot(k_up, down, input_precision=PRECISION)
-    if not SOONER:
-        q_rows = _rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-    if not SOONER:
-        q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     queries = _convolved(q_rows, q_taps, R, W, FAST)
     q_ups = ()
     for s in tl.static_range(R):
@@ -234,9 +225,8 @@ def _one_chunk(
     else:
         beta = tl.load(write + o_t * s_write, mask=o_t < count, other=0.0)
         beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
-    if SOONER:
-        v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-        v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
+    v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
     read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
     squares = tl.where(o_i == o_j, mix, 0.0)
@@ -249,9 +239,6 @@ def _one_chunk(
     b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
     b_w *= -middle if MINUS_W else middle
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
-    if not SOONER:
-        v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-        v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
     values = _convolved(v_rows, v_taps, R, W, FAST)
     b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
     tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
@@ -264,7 +251,7 @@ def kda_prepare_kernel(
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    SOONER: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -272,7 +259,6 @@ def kda_prepare_kernel(
     [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
     + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
     halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
-    With SOONER rows are loaded a step before they are needed.
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
@@ -290,10 +276,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, SOONER, True)  # fmt: skip
+                       MINUS_W, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, SOONER, False)  # fmt: skip
+                       FAST, MINUS_W, False)  # fmt: skip

@@ -213,7 +213,7 @@ def test_choice_of_the_layout() -> None:
     from k3vl.kernels.kda.gpu import PrefillShape, _shape
     from k3vl.kernels.kda.hopper import HopperShape
 
-    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5, sooner=True)
+    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5)
     assert _shape(48, 128, half=True, hopper=True) == HopperShape(64, 3)
     assert _shape(96, 128, half=True, hopper=False) == PrefillShape(64, 4, 3, 128)
     assert _shape(4, 16, half=False, hopper=False) == PrefillShape(16, 4, 1, None)

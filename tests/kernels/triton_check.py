@@ -72,8 +72,8 @@ ON_GPU = DEVICE.type == "cuda"
 LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
-HOPPER_WHOLE = KDAHopperShape(128, 5, sooner=True)
-HOPPER_VARIANT = KDAHopperShape(64, 3, sooner=True)
+HOPPER_WHOLE = KDAHopperShape(128, 5)
+HOPPER_VARIANT = KDAHopperShape(64, 3)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
 
@@ -270,20 +270,13 @@ def run_prefill(
         shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
         shapes += [PrefillShape(16, 4, 1, None)]
-    elif not ON_GPU:
-        shapes += [PrefillShape(16, 4, 1, None, sooner=True)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
         shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
-    first = None
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
         got = kda_prefill(*args, *batch, shape=shape)
-        if first is None:
-            first = got
-        if isinstance(shape, PrefillShape) and shape.sooner:
-            assert torch.equal(got, first), "loads are elsewhere, sums are not"
         what = f"prefill {dtype} K{key} {lengths} decay {decay} {shape}"
         close(what, got, want, 1.2e-2 if dtype != torch.float32 else EXACT)
         close(f"{what}, states", own_states, want_states, bound(dtype))
