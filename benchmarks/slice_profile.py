@@ -2,7 +2,7 @@
 
     python -m benchmarks.slice_profile [--layers 5] [--decode 1,32] [--prefill 4096] \
         [--context 512] [--pass-tokens 8192] [--output FILE.json] [--device cpu --tiny] \
-        [--ways ';ahead;late;torch;op by op;16,512,2,2048,4']
+        [--ways ';ahead;late;torch;16,512,2,2048,4']
 
 The engine is that of ``k3vl bench slice``, on the same random weights; nothing is compared. First
 steps are timed as they are: what the host does before the model is replayed, while it runs and
@@ -37,7 +37,6 @@ from k3vl.app.slice_bench import SliceOptions, config_of
 from k3vl.kernels.bench import parts
 from k3vl.kernels.bench.about import describe
 from k3vl.kernels.choice import choose
-from k3vl.kernels.moe.latent import ComposedLatentMoE
 from k3vl.lm.decode import padded_size
 from k3vl.lm.engine import Engine
 from k3vl.load import choose_device
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 WARM_UP, TIMED, TRACED = 3, 21, 8
 KINDS = {
-    "matrix products": r"nvjet|gemm|gemv|cublas|cutlass|splitk|linear_|row_pair|skinny",
+    "matrix products": r"nvjet|gemm|gemv|cublas|cutlass|splitk|linear_|skinny",
     "experts": r"mxfp4|joined|dense_kernel|plan_|combine_|route_|experts",
     "KDA": r"^kda_",
     "MLA": r"^mla_|^flash_",
@@ -209,9 +208,8 @@ def other_way(name: str, decoder: Decode):
     """Record steps in another way.
 
     ``late``: launches begin one behind the other. ``torch``: its products for a single row, too.
-    ``ahead``: steps are launched before the tokens of the last one are known. ``op by op``: layers
-    of experts as more launches. Numbers: of a :class:`~k3vl.kernels.linear.gpu.RowShape`, whatever
-    the width. ``a+b`` is both.
+    ``ahead``: steps are launched before the tokens of the last one are known. Numbers: of a
+    :class:`~k3vl.kernels.linear.gpu.RowShape`, whatever the width. ``a+b`` is both.
     """
     with ExitStack() as stack:
         for part in name.split("+"):
@@ -222,7 +220,6 @@ def other_way(name: str, decoder: Decode):
 def _change(name: str, decoder: Any, stack: ExitStack) -> None:
     from k3vl.kernels import dependent
     from k3vl.kernels.linear import gpu as linear
-    from k3vl.kernels.moe import chain
     from k3vl.kernels.moe import gpu as moe
 
     if name == "late":
@@ -232,9 +229,6 @@ def _change(name: str, decoder: Any, stack: ExitStack) -> None:
             stack.enter_context(patch.object(module, "is_row", lambda *_: False))
     elif name == "ahead":
         stack.enter_context(patch.object(decoder, "overlaps", True))
-    elif name == "op by op":
-        called = ComposedLatentMoE.__call__
-        stack.enter_context(patch.object(chain.LatentMoEChain, "__call__", called))
     elif name:
         shape = linear.RowShape(*_numbers(name))
         stack.enter_context(patch.object(linear, "row_shape", lambda _: shape))

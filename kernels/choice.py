@@ -130,14 +130,13 @@ def composed_kernels(
     linear: LinearOp,
     glu_linear: Callable[[torch.Tensor, Weight, GatedActivation], torch.Tensor],
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
-    moe_layer: type[ComposedLatentMoE[Any]] = ComposedLatentMoE,
     mla_layer: type[ComposedMLALayer] = ComposedMLALayer,
 ) -> Kernels:
     """Whole layers from smaller ops."""
     gated_mlp = ComposedGatedMLP(glu_linear, linear)
 
     def latent_moe(experts: ExpertsOp[Any]) -> LatentMoEOp[Any]:
-        return moe_layer(
+        return ComposedLatentMoE(
             front=moe_front, route=route, moe_experts=experts, gated_mlp=gated_mlp, linear=linear
         )
 
@@ -238,7 +237,6 @@ def triton_kernels(reason: str) -> Kernels:
         mla_store,
         mla_values,
     )
-    from k3vl.kernels.moe.chain import LatentMoEChain
     from k3vl.kernels.moe.gpu import (
         moe_experts_gpu,
         moe_experts_mxfp4_gpu,
@@ -267,7 +265,6 @@ def triton_kernels(reason: str) -> Kernels:
         linear=linear_gpu,
         glu_linear=glu_linear_gpu,
         rms_norm=rms_norm,
-        moe_layer=LatentMoEChain,
         mla_layer=MLALayerAlone,
     )
     return replace(language, vision=triton_vision(), argmax=argmax_gpu, recordable=True)

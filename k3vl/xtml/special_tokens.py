@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 LONGEST_KEPT, NUM_KEPT = 32, 1024
 """Characters of a text whose ids are kept, and how many such texts are."""
-LONGEST_TRUSTED = 2048
-"""As of ordinary text, where the template wrote it: the run of pads of a picture of 150 tokens."""
 
 
 class SpecialTokens:
@@ -33,7 +31,6 @@ class SpecialTokens:
         self.ids = ids
         self.names: Mapping[int, str] = {token_id: name for name, token_id in ids.items()}
         self.stop_ids = tuple(ids[name] for name in tokens.END_MARKERS if name in ids)
-        self._kept = lru_cache(NUM_KEPT)(self._cut)
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -59,17 +56,13 @@ class SpecialTokens:
         text = well_formed(text)
         if not allow_special:
             return encode_plain(text)
-        cut = self._cut if len(text) > LONGEST_TRUSTED else self._kept
-        return list(cut(text, encode_plain))
-
-    def _cut(self, text: str, encode_plain: Callable[[str], list[int]]) -> tuple[int, ...]:
         ids: list[int] = []
         for piece in self.pattern.split(text):
             if piece in self.ids:
                 ids.append(self.ids[piece])
             elif piece:
                 ids += encode_plain(piece)
-        return tuple(ids)
+        return ids
 
 
 class ShortTexts:

@@ -15,7 +15,6 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
     combine,
@@ -164,7 +163,7 @@ def layer_cases() -> Iterator[Case]:
     )
     ours = triton_kernels("measured").latent_moe_mxfp4
     plain = reference_kernels("compared with").latent_moe_mxfp4
-    assert isinstance(ours, LatentMoEChain)
+    assert ours is not None
     assert plain is not None
     always = (_E * _D + 2 * _D * _L + 3 * _D * _S) * 2
     for tokens in (1, 8, 32, 128, 2048, 8192):

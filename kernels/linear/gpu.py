@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.gated_mlp import glu_linear
 from k3vl.kernels.linear import check_shapes
-from k3vl.kernels.linear.row_kernel import row_linear_kernel, row_pair_kernel
+from k3vl.kernels.linear.row_kernel import row_linear_kernel
 from k3vl.kernels.situ import SituGLU, caps
 from k3vl.kernels.situ.gpu import glu_gpu
 from k3vl.kernels.weight import plain
@@ -156,41 +156,6 @@ def row_linear(
         GLU=glu,
         SITU=isinstance(activation, SituGLU),
         **launch_options(shape, x, d),
-    )
-    return out
-
-
-def row_pair(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    other: torch.Tensor,
-    second: torch.Tensor,
-    onto: torch.Tensor | None,
-) -> torch.Tensor:
-    """The sum of two products of one row each, in one launch and rounded once.
-
-    Args:
-        x: [1, D], and weight: [O, D].
-        other: [1, L], and second: [O, L], all in one dtype.
-        onto: [1, O], which it is added to in place; None: a new one.
-
-    Returns:
-        [1, O]; ``onto`` itself where it is given.
-    """
-    rows, d = weight.shape
-    shape = row_shape(d)
-    out = x.new_empty(1, rows) if onto is None else onto
-    row_pair_kernel[(triton.cdiv(rows, shape.rows),)](
-        x,
-        weight,
-        other,
-        second,
-        out,
-        rows,
-        D=d,
-        L=second.shape[1],
-        ONTO=onto is not None,
-        **launch_options(shape, x, d, second.shape[1]),
     )
     return out
 

@@ -119,26 +119,3 @@ def row_linear_kernel(
         tl.store(out_second + o_n, y.to(out_second.dtype.element_ty), mask=inside)
     else:
         tl.store(out + o_n, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def row_pair_kernel(
-    x, first, other, second, out, ROWS,
-    D: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr, ONTO: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """BN sums of two products: ``x`` [D] times ``first`` and ``other`` [L] times ``second``.
-
-    ONTO, AHEAD and STAGES as above.
-    """
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(o_n, ROWS - 1)
-    ask_for_rows(first, row, D, AHEAD)
-    ask_for_rows(second, row, L, AHEAD)
-    let_next_begin(PDL)
-    wait_for_inputs(PDL)
-    inside = o_n < ROWS
-    y = row_times(first, x, row, D, BK, STAGES) + row_times(second, other, row, L, BK, STAGES)
-    if ONTO:
-        y += tl.load(out + o_n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + o_n, y.to(out.dtype.element_ty), mask=inside)

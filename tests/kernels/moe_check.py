@@ -13,7 +13,6 @@ import torch
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
-from k3vl.kernels.moe.chain import LatentMoEChain
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.few import ALONE, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
@@ -29,7 +28,7 @@ from k3vl.kernels.moe.gpu import (
     router_logits_gpu,
 )
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
-from k3vl.kernels.moe.latent import ComposedLatentMoE, MoEWeights
+from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, ExpertPlan, plan_experts
 from k3vl.kernels.moe.separate import separate_products
@@ -262,21 +261,20 @@ def layer_weights(
 
 
 def check_layer(weights: MoEWeights[Mxfp4Experts], tokens: int = 1) -> None:
-    """The whole layer, of one token as a chain or op by op, onto something or nothing."""
-    chain = triton_kernels("checked").latent_moe_mxfp4
+    """The whole layer, onto something or nothing."""
+    layer = triton_kernels("checked").latent_moe_mxfp4
     x = normal(tokens, weights.router.shape[1]) * 3
     wide = {
         name: getattr(weights, name).float()
         for name in ("router", "down", "up", "norm", "shared_gate_up", "shared_down")
     }
     want = reference_kernels("checks").latent_moe_mxfp4(x.float(), replace(weights, **wide))
-    for layer in (LatentMoEChain, ComposedLatentMoE):
-        for onto in (None, torch.randn_like(x)):
-            base = 0 if onto is None else onto.clone()
-            got = layer.__call__(chain, x, weights, onto)
-            assert onto is None or got is onto
-            error = float((got.float() - want - base).norm() / (want + base).norm())
-            assert error < LIMIT, f"{layer.__name__}: {error:.2e}"
+    for onto in (None, torch.randn_like(x)):
+        base = 0 if onto is None else onto.clone()
+        got = layer(x, weights, onto)
+        assert onto is None or got is onto
+        error = float((got.float() - want - base).norm() / (want + base).norm())
+        assert error < LIMIT, f"layer of {tokens}: {error:.2e}"
 
 
 def check_combine() -> None:

@@ -24,7 +24,6 @@ from k3vl.kernels.linear.gpu import (
     glu_linear_gpu,
     linear_gpu,
     row_linear,
-    row_pair,
 )
 from k3vl.kernels.mla.alone import MLALayerAlone
 from k3vl.kernels.mla.gpu import mla_absorb, mla_gate
@@ -80,19 +79,6 @@ def check_products(dtype: torch.dtype) -> None:
         assert (logits.dtype, latent.dtype) == (torch.float32, dtype)
         close(f"{what} latent", latent, want, dtype)
         close(f"{what} logits", logits, x.double() @ other.double().mT, torch.float32)
-
-
-def check_pairs(dtype: torch.dtype) -> None:
-    """Two products in one launch, onto something or nothing."""
-    for rows, d, latent in ((1, 16, 48), (23, 512, 128), (40, 1536, 3584)):
-        x, other = normal(1, d, dtype=dtype), normal(1, latent, dtype=dtype)
-        w, second = normal(rows, d, dtype=dtype), normal(rows, latent, dtype=dtype)
-        want = x.double() @ w.double().mT + other.double() @ second.double().mT
-        close(f"pair {rows}", row_pair(x, w, other, second, None), want, dtype)
-        onto = normal(1, rows, dtype=dtype)
-        base = onto.double()
-        assert row_pair(x, w, other, second, onto) is onto
-        close(f"pair {rows} onto", onto, want + base, dtype)
 
 
 def check_enter(dtype: torch.dtype) -> None:
@@ -204,7 +190,7 @@ def check_chains() -> None:
 
 
 CHECKS = (
-    check_argmax, check_products, check_pairs, check_enter, check_more_rows, check_norms,
+    check_argmax, check_products, check_enter, check_more_rows, check_norms,
     check_absorb, check_gate,
 )  # fmt: skip
 
