@@ -12,7 +12,6 @@ from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
-from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
@@ -154,28 +153,6 @@ def _fla_decode(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> Wo
     )
 
 
-def _prefill_shapes(heads: int) -> tuple[HopperShape, ...]:
-    """The default one on Hopper, then others."""
-    return (HopperShape(64, 3) if heads < 64 else HopperShape(128, 5),)
-
-
-def _parts(shapes: tuple[HopperShape, ...]) -> Iterator[tuple[str, HopperShape]]:
-    """Every launch with every layout in which it differs."""
-    fields = {
-        "begin": (),
-        "prepare": (),
-        "walk": ("values", "stages"),
-        "norm": (),
-    }
-    seen = set()
-    for shape in shapes:
-        for part, names in fields.items():
-            key = (part, *(getattr(shape, name) for name in names))
-            if key not in seen and (part != "norm" or shape.values < _K):
-                seen.add(key)
-                yield part, shape
-
-
 _PREFILL_SIZES = (([8192], 96), ([128] * 64, 96), ([8192], 12), ([1024] * 8, 96), ([2048], 96))
 
 
@@ -186,7 +163,7 @@ def prefill_cases() -> Iterator[Case]:
 
 
 def prefill_part_cases() -> Iterator[Case]:
-    """The launches of every layout one by one; bytes and operations are the whole op's."""
+    """The launches one by one; bytes and operations are the whole op's."""
     for lengths, heads in _PREFILL_SIZES:
         yield _part_case(lengths, heads)
 
@@ -208,9 +185,9 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
     windows, states, *places = _places(lengths, heads)
     run = partial(kda_prefill, *args, weights, windows, states, *places)
 
-    def ours(shape: HopperShape | None = None) -> torch.Tensor:
+    def ours() -> torch.Tensor:
         own = torch.zeros_like(windows), torch.zeros_like(states)
-        return kda_prefill(*args, weights, *own, *places, shape=shape)
+        return kda_prefill(*args, weights, *own, *places)
 
     def want() -> torch.Tensor:
         own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
@@ -225,11 +202,6 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         limit=1.2e-2,
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
-        variants={
-            # Each is compared with the default, from fresh states.
-            str(shape): Peer(partial(Work, partial(run, shape=shape), partial(ours, shape)))
-            for shape in _prefill_shapes(heads)[1:]
-        },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
             **sglang_kda.prefill_peers(args, weights, lengths, heads),
@@ -246,8 +218,8 @@ def _part_case(lengths: list[int], heads: int) -> Case:
     weights, args = _weights(heads), _inputs(rows, heads)
     places = _places(lengths, heads)
 
-    def prepare(shape: HopperShape, part: str) -> Work:
-        _, launches = prefill_launches(*args, weights, *places, shape=shape)
+    def prepare(part: str) -> Work:
+        _, launches = prefill_launches(*args, weights, *places)
         for launch in launches.values():  # each finds what those before it leave
             launch()
         return Work(launches[part])
@@ -264,8 +236,8 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
         variants={
-            f"{part} of {shape}": Peer(partial(prepare, shape, part))
-            for part, shape in _parts(_prefill_shapes(heads))
+            part: Peer(partial(prepare, part))
+            for part in prefill_launches(*args, weights, *places)[1]
         },
     )
 

@@ -160,14 +160,14 @@ def row_linear(
     return out
 
 
-def launch_options(shape: RowShape, x: torch.Tensor, *widths: int) -> dict[str, int | bool]:
-    """Of a kernel over rows of matrices so wide, whose input is ``x``."""
-    columns = min(shape.columns, *(d & -d for d in widths))
+def launch_options(shape: RowShape, x: torch.Tensor, width: int) -> dict[str, int | bool]:
+    """Of a kernel over rows of a matrix so wide, whose input is ``x``."""
+    columns = min(shape.columns, width & -width)
     early = begins_early(x)
     return {
         "BN": shape.rows,
         "BK": columns,
-        "AHEAD": min(shape.ahead, min(widths) * x.element_size()) // 128 * 128 if early else 0,
+        "AHEAD": min(shape.ahead, width * x.element_size()) // 128 * 128 if early else 0,
         "STAGES": shape.stages,
         "PDL": early,
         "num_warps": min(shape.warps, max(1, columns // 256)),

@@ -342,15 +342,18 @@ def route_kernel(
 
 
 @triton.jit
-def choose_sorted(
-    logits, bias, weights, experts, scale, n,
+def route_sorted_kernel(
+    logits, bias, weights, experts, scale,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choices of token ``n`` by a sorting network: many threads, few steps.
+    """``route_kernel`` by a sorting network: many threads, few steps.
 
     KP, a power of two, is 2 at least: Triton 3.6's ``topk`` does not compile for one.
     """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
+    n = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK)
     live = o_e < E
     score = 1 / (1 + tl.exp(-tl.load(logits + n * E + o_e, live, 0)))
@@ -367,19 +370,6 @@ def choose_sorted(
         weight = weight / (tl.sum(weight) + 1e-20)
     tl.store(weights + n * K + o_k, weight * scale, wanted)
     tl.store(experts + n * K + o_k, chosen, wanted)
-
-
-@triton.jit
-def route_sorted_kernel(
-    logits, bias, weights, experts, scale,
-    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """``route_kernel`` by a sorting network."""
-    let_next_begin(PDL)
-    wait_for_inputs(PDL)
-    n = tl.program_id(0).to(tl.int64)
-    choose_sorted(logits, bias, weights, experts, scale, n, E, K, KP, RENORMALISE, BLOCK)
 
 
 @triton.jit

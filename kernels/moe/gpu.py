@@ -319,7 +319,7 @@ def combine(
         out: [N, L], filled and returned.
         overlap: start while the launch before ends, which must have allowed it.
         warps: of a token whose outputs are asked for at once; 0: they are not; None: by their
-            number. The bits are the same.
+            number. The sums have the same bits; a norm adds up over warps.
     """
     tokens, latent = out.shape
     if warps is None:
