@@ -54,6 +54,34 @@ def walk_fetch(
 
 
 @gluon.jit
+def hand_over(
+    o, m_o, told, taken, used, c, SIDE: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr
+):  # fmt: skip
+    """A side's outputs [64, C] of chunk ``c`` to those that make rows of them.
+
+    And the chunk before has been used: its products ended before these outputs were there.
+    """
+    b = c % OUTS
+    mbarrier.wait(taken.index(b), (c // OUTS & 1) ^ 1)
+    m_o.index(b).slice(SIDE * 64, 64, dim=1).permute((1, 0)).store(o.to(gl.bfloat16))
+    meet()
+    mbarrier.arrive(told.index(b), count=1)
+    if c > 0:  # one meeting serves both
+        mbarrier.arrive(used.index((c - 1) % STAGES), count=1)
+
+
+@gluon.jit
+def copy_out(
+    b_s, states, o_s, depths, snapshots, s_state, depth, i_s, i_h, H, DEPTHS: gl.constexpr
+):  # fmt: skip
+    """The state at ``depth`` tokens of a sequence to where it is asked for."""
+    for d in gl.static_range(DEPTHS):
+        if gl.load(depths + i_s * DEPTHS + d) == depth:
+            copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
+            gl.store(states + copy * s_state + o_s, b_s)
+
+
+@gluon.jit
 def walk_state(
     states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
     m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
@@ -78,7 +106,6 @@ def walk_state(
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
-        b = c % OUTS
         a = gl.convert_layout(b_s.to(gl.bfloat16), OF_ROWS)
         mbarrier.wait(landed.index(s), c // STAGES & 1)
         x = m_u.index(s).slice(SIDE * 64, 64, dim=0).load(ROWS).to(gl.float32)
@@ -93,17 +120,9 @@ def walk_state(
         b_s = b_s * m_gamma.index(s).load(STATE)
         moved = warpgroup_mma(gl.convert_layout(b_x, OF_STATE), m_kl.index(s), b_s, is_async=True)
         o = warpgroup_mma_wait(1, [o])
-        mbarrier.wait(taken.index(b), (c // OUTS & 1) ^ 1)
-        m_o.index(b).slice(SIDE * 64, 64, dim=1).permute((1, 0)).store(o.to(gl.bfloat16))
-        meet()
-        mbarrier.arrive(told.index(b), count=1)
-        if c > 0:  # one meeting serves both
-            mbarrier.arrive(used.index((c - 1) % STAGES), count=1)
+        hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
         b_s = warpgroup_mma_wait(0, [moved])
-        for d in gl.static_range(DEPTHS):
-            if gl.load(depths + i_s * DEPTHS + d) == (c + 1) * C:
-                copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
-                gl.store(states + copy * s_state + o_s, b_s)
+        copy_out(b_s, states, o_s, depths, snapshots, s_state, (c + 1) * C, i_s, i_h, H, DEPTHS)
     gl.store(p_state, b_s)
 
 
@@ -136,7 +155,6 @@ def walk_state_joined(
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
-        b = c % OUTS
         a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
         mbarrier.wait(landed.index(s), c // STAGES & 1)
         b_wq = m_wq.index(s).permute((1, 0))
@@ -153,17 +171,9 @@ def walk_state_joined(
         moved = warpgroup_mma(gl.convert_layout(b_x, OF_STATE), m_kl.index(s), b_s, is_async=True)
         inner = warpgroup_mma_wait(1, [inner])
         o = gl.convert_layout(o, ROWS) + inner
-        mbarrier.wait(taken.index(b), (c // OUTS & 1) ^ 1)
-        m_o.index(b).slice(SIDE * 64, 64, dim=1).permute((1, 0)).store(o.to(gl.bfloat16))
-        meet()
-        mbarrier.arrive(told.index(b), count=1)
-        if c > 0:  # one meeting serves both
-            mbarrier.arrive(used.index((c - 1) % STAGES), count=1)
+        hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
         b_s = warpgroup_mma_wait(0, [moved])
-        for d in gl.static_range(DEPTHS):
-            if gl.load(depths + i_s * DEPTHS + d) == (c + 1) * C:
-                copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
-                gl.store(states + copy * s_state + o_s, b_s)
+        copy_out(b_s, states, o_s, depths, snapshots, s_state, (c + 1) * C, i_s, i_h, H, DEPTHS)
     gl.store(p_state, b_s)
 
 
