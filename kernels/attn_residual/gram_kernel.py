@@ -541,9 +541,11 @@ def attn_residual_gram_kernel(
         x = x + (get_row(p_odd if r % 2 else p_x, r),)  # noqa: RUF005
     sums = hear(room, place)
     scores, score, own = scores_of(sums, o_l, eps, D, R)
-    highest = scores[0]
-    for r in gl.static_range(1, R):
-        highest = gl.maximum(highest, scores[r])
+    # In pairs: a chain of maxima takes longer.
+    highest = scores[R - 1]
+    for r in gl.static_range(0, R - 1, 2):
+        pair = gl.maximum(scores[r], scores[r + 1])
+        highest = gl.maximum(highest, pair)
     square = gl.exp2(of_lane(score, o_l % 4 * 8) - highest) * sums[0]
     square += gl.exp2(of_lane(score, o_l % 4 * 8 + 4) - highest) * sums[1]
     if R > 8:
@@ -561,6 +563,6 @@ def attn_residual_gram_kernel(
         mixed += weight[:, :, :, None] * x[r]
     # Nobody divides by ``total``: the norm has no use for a factor, but for eps.
     scale = gl.rsqrt(gl.maximum(square, 0.0) / D + eps * total * total)
-    y = mixed * scale[:, :, :, None] * b_norm.to(gl.float32)
+    y = mixed * b_norm.to(gl.float32) * scale[:, :, :, None]
     p_out = (out + i_n * D + begin)[:, :, :, None] + o_e[None, None, None, :]
     gl.store(p_out, y.to(out.dtype.element_ty), mask=inside)
