@@ -433,8 +433,8 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr, TOKENS: gl.
     o_w, half, o_l, there, p_kept, kept, p_norm, inside = at
     g = o_l // 4
     column = o_w * 32 + o_l % 4 * 8
-    p_upper = p_rows + (g * s_row + column)
-    p_lower = p_rows + (8 * s_row + column)
+    p_upper = p_rows + (g.to(gl.int64) * s_row + column)
+    p_lower = p_rows + ((o_l * 0 + 8).to(gl.int64) * s_row + column)
     upper = ()
     lower = ()
     for c in gl.static_range((PART + 127) // 128):
@@ -467,20 +467,50 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr, TOKENS: gl.
 
 
 @gluon.jit
-def scores_of(sums, o_l, eps, D: gl.constexpr, R: gl.constexpr):
-    """Scores of all rows, in powers of two; of rows lane / 4 of the first eight; row 8's square."""
+def mixture(sums, o_l, eps, D: gl.constexpr, R: gl.constexpr):
+    """Weights of all rows, not normalised, and in every lane the square of what they mix."""
     even, odd, beside, last = sums
     g = o_l // 4
+    q = o_l % 4
+    # In powers of two: of row g, for which lane (g, q) is one of four, then of all in all lanes.
     own = of_lane(gl.where(g % 2 == 0, even, odd), g * 4 + g // 2)
     score = of_lane(beside, g * 4 + 1) * (gl.rsqrt(own / D + eps) * LOG2_E)
     score = gl.where(g < R, score, float("-inf"))
     scores = ()
     for r in gl.static_range(R if R < 8 else 8):
         scores = scores + (from_lane(score, 4 * r),)  # noqa: RUF005
-    own = from_lane(last, 0)
+    ninth = from_lane(last, 0)
     if R > 8:
-        scores = scores + (from_lane(last, 1) * (gl.rsqrt(own / D + eps) * LOG2_E),)  # noqa: RUF005
-    return scores, score, own
+        of_ninth = from_lane(last, 1) * (gl.rsqrt(ninth / D + eps) * LOG2_E)
+        scores = scores + (of_ninth,)  # noqa: RUF005
+    # In pairs: a chain of maxima takes longer.
+    highest = scores[R - 1]
+    for r in gl.static_range(0, R - 1, 2):
+        highest = gl.maximum(highest, gl.maximum(scores[r], scores[r + 1]))
+    weights = ()
+    for r in gl.static_range(R):
+        weights = weights + (gl.exp2(scores[r] - highest),)  # noqa: RUF005
+    square = gl.exp2(of_lane(score, q * 8) - highest) * even
+    square += gl.exp2(of_lane(score, q * 8 + 4) - highest) * odd
+    if R > 8:
+        square += gl.where(q == 0, 2.0 * weights[R - 1] * beside, 0.0)
+    square *= gl.exp2(score - highest)
+    if R > 8:
+        square += gl.where(o_l == 0, weights[R - 1] * weights[R - 1] * ninth, 0.0)
+    return weights, gl.sum(square, 2)[:, :, None]
+
+
+@gluon.jit
+def rows_of_columns(room, within, kept, o_e, R: gl.constexpr):
+    """Of the columns of a thread, all rows, from the room."""
+    begin = gl.where(kept, within * 2, 0)
+    eight_times = gl.where(o_e < 8, 0, 1)[None, None, None, :]
+    even = (room + begin)[:, :, :, None] + eight_times
+    odd = (room + (begin ^ 64))[:, :, :, None] + eight_times
+    x = ()
+    for r in gl.static_range(R):
+        x = x + (get_row(odd if r % 2 else even, r),)  # noqa: RUF005
+    return x
 
 
 @gluon.jit
@@ -532,35 +562,13 @@ def attn_residual_gram_kernel(
     at = (o_w, half, o_l, there, query + begin, kept, norm + o_d, inside)
     p_rows = rows + i_n * s_token + o_c * PART
     room, place, b_norm = products(p_rows, s_row, at, R, PART, TOKENS)
-    place_of = gl.where(kept, within * 2, 0)
-    eight_times = gl.where(o_e < 8, 0, 1)[None, None, None, :]
-    p_x = (room + place_of)[:, :, :, None] + eight_times
-    p_odd = (room + (place_of ^ 64))[:, :, :, None] + eight_times
-    x = ()
-    for r in gl.static_range(R):
-        x = x + (get_row(p_odd if r % 2 else p_x, r),)  # noqa: RUF005
-    sums = hear(room, place)
-    scores, score, own = scores_of(sums, o_l, eps, D, R)
-    # In pairs: a chain of maxima takes longer.
-    highest = scores[R - 1]
-    for r in gl.static_range(0, R - 1, 2):
-        pair = gl.maximum(scores[r], scores[r + 1])
-        highest = gl.maximum(highest, pair)
-    square = gl.exp2(of_lane(score, o_l % 4 * 8) - highest) * sums[0]
-    square += gl.exp2(of_lane(score, o_l % 4 * 8 + 4) - highest) * sums[1]
-    if R > 8:
-        ninth = gl.exp2(scores[R - 1] - highest)
-        square += gl.where(o_l % 4 == 0, 2.0 * ninth * sums[2], 0.0)
-        square = square * gl.exp2(score - highest) + gl.where(o_l == 0, ninth * ninth * own, 0.0)
-    else:
-        square = square * gl.exp2(score - highest)
-    square = gl.sum(square, 2)[:, :, None]
-    total = gl.zeros_like(highest)
+    x = rows_of_columns(room, within, kept, o_e, R)
+    weights, square = mixture(hear(room, place), o_l, eps, D, R)
+    total = gl.zeros_like(weights[0])
     mixed = gl.zeros([8, 4 * TOKENS, 32, 8], gl.float32, COLUMNS)
     for r in gl.static_range(R):
-        weight = gl.exp2(scores[r] - highest)
-        total += weight
-        mixed += weight[:, :, :, None] * x[r]
+        total += weights[r]
+        mixed += weights[r][:, :, :, None] * x[r]
     # Nobody divides by ``total``: the norm has no use for a factor, but for eps.
     scale = gl.rsqrt(gl.maximum(square, 0.0) / D + eps * total * total)
     y = mixed * b_norm.to(gl.float32) * scale[:, :, :, None]
