@@ -14,7 +14,7 @@ from tests.kernels.test_attn_residual_cluster import NAN, exactly
 
 pytest.importorskip("triton.experimental.gluon")
 
-from k3vl.kernels.attn_residual import gram_kernel as gram
+from k3vl.kernels.attn_residual import gram_code as gram
 
 LANES = torch.arange(32)
 
