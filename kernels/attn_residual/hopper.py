@@ -20,15 +20,11 @@ _LOAD_ALIGNMENT = 16
 
 
 class ClusterShape(NamedTuple):
-    """Multiprocessors of a token and warps of each, 32 warps in all; how often they meet.
-
-    Once: for as many rows as ``gram_kernel`` takes, on eight.
-    """
+    """Multiprocessors of a token and warps of each; 32 warps in all. ``lean``: eight of four."""
 
     multiprocessors: int = 8
     warps: int = 4
-    meetings: int = 2
-    tokens: int = 1
+    lean: bool = False
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -63,24 +59,17 @@ def cluster_mix(
     the device.
     """
     depth, tokens, width = rows.shape
-    programs = -(-tokens // shape.tokens)
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
     constants = {"D": width, "R": depth, "PDL": early}
-    if shape.meetings == 1:
-        from k3vl.kernels.attn_residual.gram_kernel import attn_residual_gram_kernel as kernel
-
-        constants["TOKENS"] = shape.tokens
-        args = (*args, tokens)
+    if shape.lean:
+        from k3vl.kernels.attn_residual.lean_kernel import attn_residual_lean_kernel as kernel
     else:
         from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 
         constants["CLUSTER"] = shape.multiprocessors
 
     if launch is not None:
-        launch(kernel, (programs, 1, 1), *args, **constants)
+        launch(kernel, (tokens, 1, 1), *args, **constants)
         return
-    how: dict[str, Any] = {
-        "num_warps": shape.warps * shape.tokens,
-        "num_ctas": shape.multiprocessors,
-    }
-    kernel[(programs,)](*args, **constants, **how, launch_pdl=early)
+    how: dict[str, Any] = {"num_warps": shape.warps, "num_ctas": shape.multiprocessors}
+    kernel[(tokens,)](*args, **constants, **how, launch_pdl=early)

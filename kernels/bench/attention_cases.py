@@ -86,10 +86,8 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         }
         for shape in (ClusterShape(8, 4),)
     }
-    for together in (1, 2):
-        shape = ClusterShape(meetings=1, tokens=together)
-        ways[f"one meeting, {together} tokens a cluster"] = {"cluster": shape}
-    return {**ways, "in Triton, 8 warps": {"warps": 8}}
+    ways["lean"] = {"cluster": ClusterShape(lean=True)}
+    return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
