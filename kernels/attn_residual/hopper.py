@@ -25,6 +25,7 @@ class ClusterShape(NamedTuple):
     multiprocessors: int = 8
     warps: int = 4
     lean: bool = False
+    fours: bool = False
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -63,6 +64,8 @@ def cluster_mix(
     constants = {"D": width, "R": depth, "PDL": early}
     if shape.lean:
         from k3vl.kernels.attn_residual.lean_kernel import attn_residual_lean_kernel as kernel
+
+        constants["FOURS"] = int(shape.fours)
     else:
         from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 

@@ -87,6 +87,7 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         for shape in (ClusterShape(8, 4),)
     }
     ways["lean"] = {"cluster": ClusterShape(lean=True)}
+    ways["lean, sums told in fours"] = {"cluster": ClusterShape(lean=True, fours=True)}
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 

@@ -97,19 +97,15 @@ class Cluster:
             for i, register in enumerate(operands[0].strip("{}").split(",")):
                 to[register.strip()] = self.memory[thread.rank][where + 4 * i]
         elif name == "st.shared::cta.f32":
-            where = thread.address(operands[0])
-            assert where not in self.memory[thread.rank], "two threads write one place"
-            self.memory[thread.rank][where] = value(operands[1])
+            self._write(thread.rank, thread.address(operands[0]), operands[1], thread)
         elif name == "mbarrier.init.shared::cta.b64":
             assert operands[1] == "1"
         elif name == "mbarrier.arrive.expect_tx.shared::cta.b64":
             self.expected[thread.rank][thread.address(operands[1])] += int(operands[2])
-        elif name == "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32":
+        elif re.fullmatch(r"st\.async\.\S+::bytes(\.v4)?\.f32", name):
             (rank, where), (same, barrier) = (thread.address(operands[i]) for i in (0, 2))
             assert rank == same
-            assert where not in self.memory[rank], "two threads write one place"
-            self.memory[rank][where] = value(operands[1])
-            self.arrived[rank][barrier] += 4
+            self.arrived[rank][barrier] += self._write(rank, where, operands[1], thread)
         else:
             assert name == "mbarrier.try_wait.parity.shared::cta.b64", name
             where = thread.address(operands[1])
@@ -118,3 +114,11 @@ class Cluster:
                 return
             assert self.expected[thread.rank][where] == self.arrived[thread.rank][where] > 0
             to[operands[0]] = True
+
+    def _write(self, rank: int, where: int, registers: str, thread: Thread) -> int:
+        """How many bytes."""
+        names = registers.strip("{}").split(",")
+        for i, name in enumerate(names):
+            assert where + 4 * i not in self.memory[rank], "two threads write one place"
+            self.memory[rank][where + 4 * i] = thread.value(name.strip())
+        return 4 * len(names)

@@ -33,7 +33,7 @@ STAND_INS = {
 }
 LEAN = {
     **STAND_INS,
-    "exchange": lambda _, x: exchange(None, x, 0, 8),
+    "exchange": lambda _, x, _fours: exchange(None, x, 0, 8),
     "total_of": lambda _, x: x.sum((0, 1, 2), keepdim=True).expand(x.shape),
 }
 
@@ -104,7 +104,8 @@ def test_exchanges_give_all_threads_the_sums_of_their_lanes(multiprocessors: int
     assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024
 
 
-def test_lean_exchanges() -> None:
+@pytest.mark.parametrize("fours", [0, 1])
+def test_lean_exchanges(fours: int) -> None:
     """Of lanes, then of all threads."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.attn_residual.lean_kernel import EXCHANGE, OPEN, TOTAL
@@ -112,5 +113,7 @@ def test_lean_exchanges() -> None:
     cluster = Cluster(8, 128)
     room = cluster.run(OPEN.value, [0] * 1024)
     x = [float(i) for i in torch.randint(0, 100, (1024,))]
-    assert cluster.run(EXCHANGE.value, room, x) == [sum(x[i % 32 :: 32]) for i in range(1024)]
+    assert cluster.run(EXCHANGE.value[fours], room, x) == [
+        sum(x[i % 32 :: 32]) for i in range(1024)
+    ]
     assert cluster.run(TOTAL.value, room, x) == [sum(x)] * 1024
