@@ -20,12 +20,10 @@ _LOAD_ALIGNMENT = 16
 
 
 class ClusterShape(NamedTuple):
-    """Multiprocessors of a token and warps of each; 32 warps in all. ``lean``: eight of four."""
+    """Multiprocessors of a token and warps of each; 32 warps in all."""
 
     multiprocessors: int = 8
     warps: int = 4
-    lean: bool = False
-    fours: bool = False
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -61,15 +59,8 @@ def cluster_mix(
     """
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
-    constants = {"D": width, "R": depth, "PDL": early}
-    if shape.lean:
-        from k3vl.kernels.attn_residual.lean_kernel import attn_residual_lean_kernel as kernel
-
-        constants["FOURS"] = int(shape.fours)
-    else:
-        from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
-
-        constants["CLUSTER"] = shape.multiprocessors
+    constants = {"D": width, "R": depth, "CLUSTER": shape.multiprocessors, "PDL": early}
+    from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 
     if launch is not None:
         launch(kernel, (tokens, 1, 1), *args, **constants)

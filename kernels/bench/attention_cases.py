@@ -84,10 +84,8 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         f"a token on {shape.multiprocessors} multiprocessors, {shape.warps} warps": {
             "cluster": shape
         }
-        for shape in (ClusterShape(8, 4),)
+        for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
     }
-    ways["lean"] = {"cluster": ClusterShape(lean=True)}
-    ways["lean, sums told in fours"] = {"cluster": ClusterShape(lean=True, fours=True)}
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 

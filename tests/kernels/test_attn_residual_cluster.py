@@ -29,12 +29,6 @@ STAND_INS = {
     "fold": fold,
     "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
     "other_half": lambda x: x.roll(16, -1),
-    "cluster_of": torch.as_tensor,
-}
-LEAN = {
-    **STAND_INS,
-    "exchange": lambda _, x, _fours: exchange(None, x, 0, 8),
-    "total_of": lambda _, x: x.sum((0, 1, 2), keepdim=True).expand(x.shape),
 }
 
 
@@ -51,8 +45,7 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
     from tests.kernels.gluon_on_cpu import launch
 
     def on_cpu(kernel, grid, *args, **constants) -> None:
-        stand_ins = STAND_INS if "CLUSTER" in constants else LEAN
-        launch(kernel, grid, *args, stand_ins=stand_ins, **constants)
+        launch(kernel, grid, *args, stand_ins=STAND_INS, **constants)
 
     tokens = 2
     query, norm = torch.randn(width) / 4, (torch.rand(width) + 0.5).to(dtype)
@@ -60,8 +53,7 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
     rows.copy_(torch.randn(depth, tokens, width))
     assert cluster_takes(rows, query, norm) is (dtype == torch.bfloat16)
     want = exactly(rows.double(), query.double(), norm.double())
-    shapes = (ClusterShape(8, 4), ClusterShape(4, 8), ClusterShape(lean=True))
-    for shape, early in zip(shapes, (False, True, True), strict=True):
+    for shape, early in ((ClusterShape(8, 4), False), (ClusterShape(4, 8), True)):
         out = torch.full((tokens, width), NAN).to(dtype)
         cluster_mix(rows, query, norm, 1e-5, out, shape, early=early, launch=on_cpu)
         assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
@@ -102,18 +94,3 @@ def test_exchanges_give_all_threads_the_sums_of_their_lanes(multiprocessors: int
         sums = cluster.run(text, room, x)
         assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
     assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024
-
-
-@pytest.mark.parametrize("fours", [0, 1])
-def test_lean_exchanges(fours: int) -> None:
-    """Of lanes, then of all threads."""
-    pytest.importorskip("triton.experimental.gluon")
-    from k3vl.kernels.attn_residual.lean_kernel import EXCHANGE, OPEN, TOTAL
-
-    cluster = Cluster(8, 128)
-    room = cluster.run(OPEN.value, [0] * 1024)
-    x = [float(i) for i in torch.randint(0, 100, (1024,))]
-    assert cluster.run(EXCHANGE.value[fours], room, x) == [
-        sum(x[i % 32 :: 32]) for i in range(1024)
-    ]
-    assert cluster.run(TOTAL.value, room, x) == [sum(x)] * 1024
