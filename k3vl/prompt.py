@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from k3vl.errors import MediaError
 from k3vl.types import MediaSpan, Prompt, Usage
 from k3vl.xtml.render import render
 from k3vl.xtml.tokenizer import encode, media_spans
@@ -13,6 +14,7 @@ from k3vl.xtml.tokens import END_OF_MSG, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
 
     from k3vl.types import ProcessedMedia, Request
     from k3vl.xtml.tokenizer import Tokenizer
@@ -90,6 +92,14 @@ class PromptWriter:
         marker = self.tokenizer.special_ids[END_OF_MSG]
         ends = [i + 1 for i, token_id in enumerate(token_ids) if token_id == marker]
         return tuple(dict.fromkeys(ends[:1] + ends[-2:]))
+
+
+def media_of(where: str, made: Future[ProcessedMedia]) -> ProcessedMedia:
+    """Step 1 for one part, which a processor has begun; errors say which one."""
+    try:
+        return made.result()
+    except MediaError as exc:
+        raise MediaError(f"{where}: {exc}", param=where, code=exc.code) from exc
 
 
 def _num_uncounted(request: Request) -> int:

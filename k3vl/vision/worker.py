@@ -227,7 +227,6 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(settings["niceness"])
     processor, form, file = make_processor(settings), settings["form"], settings["file"]
-    write_frame(answers, {"ready": True})
     while True:
         try:
             header, blob = read_frame(requests)

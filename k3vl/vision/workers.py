@@ -26,7 +26,7 @@ from k3vl.vision.source import Abort, resolve
 from k3vl.vision.worker import fetch, read_frame, settings_header, write_frame
 
 if TYPE_CHECKING:
-    from k3vl.types import MediaPart
+    from k3vl.types import MediaKind, MediaPart
     from k3vl.vision.processor import MediaProcessor
     from k3vl.vision.worker import MediaForm, SourceForm
 
@@ -49,7 +49,7 @@ class Worker:
         shared = None if self._file is None else self._file.fileno()
         self._process = self._start(() if shared is None else (shared,))
         self._settings = {**settings, "file": shared}
-        self._is_ready = False
+        self._kind: MediaKind | None = None  # of the last part
         self.was_killed = False
 
     def _start(self, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -61,35 +61,54 @@ class Worker:
             pass_fds=files,
         )
 
+    @property
+    def answers(self) -> IO[bytes]:
+        """Has something to read when there is an answer, and when the process has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
     def call(self, part: MediaPart, source: str | bytes | Path) -> ProcessedMedia:
-        """Process one part; blocks.
+        """Process one part; blocks. See :meth:`send` and :meth:`receive`."""
+        self.send(part, source)
+        return self.receive()
+
+    def send(self, part: MediaPart, source: str | bytes | Path) -> None:
+        """Begin with a part, when the one before has been received.
+
+        Blocks for as long as the process reads. One that is dead is told by :meth:`receive`.
 
         Args:
             part: all but its source.
             source: a URL that needs no network, a file's bytes, or a path that was checked.
+        """
+        form, blob = _request(source)
+        head = {"kind": part.kind, "detail": part.detail, "form": form}
+        requests, is_first, self._kind = self._process.stdin, self._kind is None, part.kind
+        assert requests is not None
+        try:
+            if is_first:
+                write_frame(requests, self._settings)
+            write_frame(requests, head, [blob])
+        except BaseException as exc:
+            self.kill()  # it is dead, or nobody knows what lies in its pipe
+            if not isinstance(exc, Exception):
+                raise
+
+    def receive(self) -> ProcessedMedia:
+        """What has become of the part; blocks.
 
         Raises:
             MediaError: the part cannot be used, or the process died of it.
         """
-        form, blob = _request(source)
-        head = {"kind": part.kind, "detail": part.detail, "form": form}
-        requests, answers = self._process.stdin, self._process.stdout
-        assert requests is not None
-        assert answers is not None
         try:
-            if not self._is_ready:
-                write_frame(requests, self._settings)
-                read_frame(answers)
-                self._is_ready = True
-            write_frame(requests, head, [blob])
-            header, rest = read_frame(answers)
+            header, rest = read_frame(self.answers)
             answer = memoryview(rest)
             if self._file is not None and "stored" in header:
                 answer = fetch(self._file.fileno(), header["stored"]).data
         except (OSError, EOFError, ValueError) as exc:
             self.kill()
             raise MediaError(
-                f"{part.kind}: the decoder died of it", code=f"{part.kind}_failed"
+                f"{self._kind}: the decoder died of it", code=f"{self._kind}_failed"
             ) from exc
         if "error" in header:
             raise MediaError(header["error"], code=header["code"])

@@ -259,7 +259,7 @@ def test_a_data_url_that_is_too_long_never_reaches_a_worker() -> None:
         with pytest.raises(MediaError) as caught:
             await workers.process(MediaPart("image", "data:;base64," + "A" * 4_000_000))
         assert caught.value.code == "media_too_large"
-        assert not any(worker._is_ready for worker in workers._idle)
+        assert all(worker._kind is None for worker in workers._idle)
 
     policy = FetchPolicy(max_bytes=2**20)
     with_workers(test, processor=MediaProcessor(K3_MEDIA, policy=policy))
