@@ -195,7 +195,9 @@ class Generation:
                 continue
             text, stopped = self._stops.feed(event.text)
             if text or event.replaces_reasoning:
-                passed.append(replace(event, text=text, logprobs=self._take_logprobs()))
+                logprobs = self._take_logprobs()
+                as_it_is = text == event.text and not logprobs
+                passed.append(event if as_it_is else replace(event, text=text, logprobs=logprobs))
             if stopped:
                 return passed + self._finish("stop")
         return passed

@@ -181,11 +181,29 @@ class Engine:
         vocab = self.model.config.vocab_size
         if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab:
             return
-        for at, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab:
-                raise RequestError(
-                    f"token {at} is {token_id}, the vocabulary has {vocab}", param="token_ids"
-                )
+        at = next(at for at, token_id in enumerate(token_ids) if not 0 <= token_id < vocab)
+        raise RequestError(
+            f"token {at} is {token_ids[at]}, the vocabulary has {vocab}", param="token_ids"
+        )
+
+    def job(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: Callable[[Token | K3VLError], None],
+    ) -> Job:
+        """What :meth:`queue` takes; safe on any thread, and raises as :meth:`admissible` does."""
+        max_new = self.admissible(prompt, sampling)
+        return Job(
+            sequence=self._sequence(request_id, prompt, max_new, sampling.cache_salt),
+            prompt=prompt,
+            sampler=Sampler(sampling),
+            stop_ids=self.stop_ids | set(sampling.stop_ids),
+            sink=sink,
+            token_ids=list(prompt.token_ids),
+            salt=sampling.cache_salt,
+        )
 
     def add(
         self,
@@ -193,28 +211,9 @@ class Engine:
         prompt: Prompt,
         sampling: SamplingParams,
         sink: Callable[[Token | K3VLError], None],
-        *,
-        arrived: float | None = None,
     ) -> None:
-        """Queue a request that :meth:`admissible` has let through.
-
-        Args:
-            request_id, prompt, sampling, sink: see :class:`k3vl.lm.backend.Backend`.
-            arrived: when it came, on the clock of ``time.perf_counter``; None is now.
-        """
-        max_new = self.admissible(prompt, sampling)
-        self._queue(
-            Job(
-                sequence=self._sequence(request_id, prompt, max_new, sampling.cache_salt),
-                prompt=prompt,
-                sampler=Sampler(sampling),
-                stop_ids=self.stop_ids | set(sampling.stop_ids),
-                sink=sink,
-                token_ids=list(prompt.token_ids),
-                arrived=time.perf_counter() if arrived is None else arrived,
-                salt=sampling.cache_salt,
-            )
-        )
+        """Make a :meth:`job` and queue it."""
+        self.queue(self.job(request_id, prompt, sampling, sink))
 
     def add_forced(
         self,
@@ -224,7 +223,7 @@ class Engine:
         sink: Callable[[Token | K3VLError], None],
     ) -> None:
         """Queue a request whose answer is known: decoding reports how likely its tokens are."""
-        self._queue(
+        self.queue(
             Job(
                 sequence=self._sequence(request_id, prompt, len(token_ids), None),
                 prompt=prompt,
@@ -232,8 +231,7 @@ class Engine:
                 stop_ids=frozenset(),
                 sink=sink,
                 token_ids=list(prompt.token_ids),
-                arrived=time.perf_counter(),
-            )
+                )
         )
 
     def add_scored(
@@ -250,7 +248,7 @@ class Engine:
         # A page that holds logits we want is computed, whoever may have computed it before.
         sequence.keys = sequence.keys[: first // size]
         sequence.wanted |= {first // size} - {0}
-        self._queue(
+        self.queue(
             Job(
                 sequence=sequence,
                 prompt=prompt,
@@ -258,8 +256,7 @@ class Engine:
                 stop_ids=frozenset(),
                 sink=sink,
                 token_ids=list(whole.token_ids),
-                arrived=time.perf_counter(),
-                targets=Targets(token_ids=tuple(token_ids), first=first),
+                    targets=Targets(token_ids=tuple(token_ids), first=first),
             )
         )
 
@@ -280,7 +277,8 @@ class Engine:
             media=media,
         )
 
-    def _queue(self, job: Job) -> None:
+    def queue(self, job: Job) -> None:
+        """Take part in the steps from now on."""
         self.scheduler.add(job.sequence)
         self.jobs[job.sequence.id] = job
 

@@ -108,10 +108,9 @@ class PooledProcessor(MediaProcessor):
         future: Future[ProcessedMedia] = Future()
         try:
             source = part.source
-            if isinstance(source, bytes):
-                resolve(source, part.kind, self.policy)
-            else:
-                source = Path(source)
+            if not isinstance(source, Path):
+                source = resolve(source, part.kind, self.policy)
+            assert isinstance(source, bytes | Path)
             self._enter(_Job(part, source, future))
         except BaseException as exc:  # noqa: BLE001 - whoever asks for the result is told
             future.set_exception(exc)
