@@ -231,7 +231,7 @@ class Engine:
                 stop_ids=frozenset(),
                 sink=sink,
                 token_ids=list(prompt.token_ids),
-                )
+            )
         )
 
     def add_scored(
@@ -256,7 +256,7 @@ class Engine:
                 stop_ids=frozenset(),
                 sink=sink,
                 token_ids=list(whole.token_ids),
-                    targets=Targets(token_ids=tuple(token_ids), first=first),
+                targets=Targets(token_ids=tuple(token_ids), first=first),
             )
         )
 

@@ -123,7 +123,7 @@ class Sampler:
         if params.temperature == 0 and params.logprobs is None:
             self._ask = GREEDY
         self._draws: list[float] = []
-        self._generator: torch.Generator | None = None  # made when it is wanted: greedy ones are not
+        self._generator: torch.Generator | None = None  # until it is wanted
 
     @property
     def asks_ahead(self) -> bool:
