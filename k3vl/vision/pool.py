@@ -1,10 +1,10 @@
 """A processor whose decoding other processes do, so that Python's lock here is the engine's.
 
 Files are found, fetched and refused here, by the rules of :class:`MediaProcessor`; bytes go to a
-worker (``worker.py``) and patches come back. Whoever has a part writes it to a worker that is idle,
-and one thread reads what all of them answer: a thread for each part would take the lock when it is
-woken, when it has read, when it has written, each time from the engine's thread. The server has a
-pool of its own, with deadlines, on its event loop (``workers.py``).
+worker (``worker.py``) and patches come back. One thread writes to all workers and reads what they
+answer, several pictures at a time where there are more than workers: every call of the system gives
+the lock away and takes it back from the engine's thread. The server has a pool of its own, with
+deadlines, on its event loop (``workers.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import socket
 import threading
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
@@ -34,13 +35,25 @@ if TYPE_CHECKING:
     from k3vl.types import Detail, ProcessedMedia
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+MOST_TOGETHER = 8
+"""Pictures that a worker is given at once."""
+LARGE = 1 << 20
+"""Bytes of a file that goes alone."""
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
-    """A part on its way through a worker."""
+    """A part on its way through a worker; ``alone`` if it may have been the death of one."""
 
     part: MediaPart
     source: bytes | Path
     future: Future[ProcessedMedia] = field(default_factory=Future)
+    alone: bool = False
+
+    @property
+    def is_small(self) -> bool:
+        is_long = isinstance(self.source, bytes) and len(self.source) > LARGE
+        return self.part.kind == "image" and not self.alone and not is_long
 
     def end(self, outcome: ProcessedMedia | BaseException) -> None:
         with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
@@ -78,11 +91,12 @@ class PooledProcessor(MediaProcessor):
         self._lock = threading.Lock()
         # The lock guards what follows.
         self._idle: list[Worker] = []
-        self._busy: dict[Worker, _Job] = {}
+        self._busy: dict[Worker, list[_Job]] = {}
         self._waiting: deque[_Job] = deque()
-        self._answers = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._is_rung = self._is_closed = False
+        self._selector = selectors.DefaultSelector()  # the thread's: answers, and a bell
+        self._ring: socket.socket | None = None
 
     def close(self) -> None:
         """End the workers; parts that are under way fail."""
@@ -92,6 +106,7 @@ class PooledProcessor(MediaProcessor):
                 worker.kill()
             waiting, thread = list(self._waiting), self._thread
             self._waiting.clear()
+            self._wake()
         for job in waiting:
             job.end(_closed())
         if thread is not None and thread is not threading.current_thread():
@@ -126,39 +141,82 @@ class PooledProcessor(MediaProcessor):
     def _process_video(self, source: bytes | Path) -> ProcessedMedia:
         return self._enter(_Job(MediaPart("video", b""), source)).result()
 
-    # ------------------------------------------------------------------ workers
-
     def _enter(self, job: _Job) -> Future[ProcessedMedia]:
-        """Have a worker do it, now or when one is idle."""
+        """Have a worker do it."""
         with self._lock:
             if self._is_closed:
                 raise _closed()
             self._waiting.append(job)
-        self._hand_out()
+            if self._thread is None:
+                self._ring, bell = socket.socketpair()
+                self._selector.register(bell, selectors.EVENT_READ)
+                self._thread = threading.Thread(
+                    target=self._run, args=(bell,), name="k3vl-media", daemon=True
+                )
+                self._thread.start()
+            self._wake()
         return job.future
 
+    def _wake(self) -> None:
+        """Have the thread look at what is there; the lock is held."""
+        if self._ring is not None and not self._is_rung:
+            self._is_rung = True
+            self._ring.send(b"!")
+
+    # ------------------------------------------------------------------ on the thread
+
+    def _run(self, bell: socket.socket) -> None:
+        """Until the pool is closed and the last worker reaped."""
+        while not self._is_closed or len(self._selector.get_map()) > 1:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._take(key.data)
+                    continue
+                bell.recv(1)
+                with self._lock:
+                    self._is_rung = False
+            self._hand_out()
+        with self._lock:
+            assert self._ring is not None
+            self._ring.close()
+            self._ring = None
+        bell.close()
+        self._selector.close()
+
     def _hand_out(self) -> None:
-        """Give parts that wait to idle workers; on any thread."""
+        """Give parts that wait to idle workers."""
         while True:
-            worker, outcome = None, None
             with self._lock:
-                while self._waiting and self._waiting[0].future.cancelled():
-                    self._waiting.popleft()
-                if not self._waiting:
-                    return
-                try:
-                    worker = self._find_worker()
-                except OSError as exc:  # the system has no process or no memory for one
-                    outcome = exc
-                if worker is None and outcome is None:
-                    return
-                job = self._waiting.popleft()
+                jobs, worker, error = self._next()
                 if worker is not None:
-                    self._busy[worker] = job
+                    self._busy[worker] = jobs
             if worker is not None:
-                worker.send(job.part, job.source)
-            elif outcome is not None:
-                job.end(outcome)
+                worker.send([(job.part, job.source) for job in jobs])
+            elif error is not None:
+                jobs[0].end(error)
+            else:
+                return
+
+    def _next(self) -> tuple[list[_Job], Worker | None, OSError | None]:
+        """Parts, and who does them or why nobody can; the lock is held.
+
+        As many small ones as are each worker's share of all that wait.
+        """
+        while self._waiting and self._waiting[0].future.cancelled():
+            self._waiting.popleft()
+        share = -(-len(self._waiting) // max(1, self._most - len(self._busy)))
+        try:
+            worker = self._find_worker() if self._waiting else None
+        except OSError as exc:  # the system has no process or no memory for one
+            return [self._waiting.popleft()], None, exc
+        if worker is None:
+            return [], None, None
+        jobs = [self._waiting.popleft()]
+        while self._waiting and len(jobs) < min(share, MOST_TOGETHER):
+            if not (jobs[0].is_small and self._waiting[0].is_small):
+                break
+            jobs.append(self._waiting.popleft())
+        return jobs, worker, None
 
     def _find_worker(self) -> Worker | None:
         """One that is idle, or new; the lock is held."""
@@ -169,46 +227,37 @@ class PooledProcessor(MediaProcessor):
         if len(self._busy) == self._most or self._is_closed:
             return None
         worker = Worker(self._settings)
-        self._answers.register(worker.answers, selectors.EVENT_READ, worker)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read, name="k3vl-media", daemon=True)
-            self._thread.start()
+        self._selector.register(worker.answers, selectors.EVENT_READ, worker)
         return worker
 
-    def _read(self) -> None:
-        """Take answers for as long as there are workers."""
-        while True:
-            for key, _ in self._answers.select():
-                self._take(key.data)
-            with self._lock:
-                if not self._answers.get_map():
-                    self._thread = None
-                    return
-
     def _take(self, worker: Worker) -> None:
-        """What a worker has to say: its part is done, or that it has ended."""
-        outcome: ProcessedMedia | BaseException
+        """What a worker has to say: its parts are done, or that it has ended."""
+        outcomes: list[ProcessedMedia | MediaError] | BaseException
         try:
-            outcome = worker.receive()
-        except MediaError as exc:
-            outcome = exc
+            outcomes = worker.receive()
         except BaseException as exc:  # noqa: BLE001 - it is told to whoever waits for the part
-            outcome = exc
+            outcomes = exc
             worker.kill()  # nobody knows what lies in its pipe
         with self._lock:
-            job = self._busy.pop(worker, None)
-            if worker.was_killed:
-                self._answers.unregister(worker.answers)
-                if worker in self._idle:
-                    self._idle.remove(worker)
-                if self._is_closed:
-                    outcome = _closed()
-            else:
+            jobs = self._busy.pop(worker, [])
+            if not worker.was_killed:
                 self._idle.append(worker)
+            elif worker in self._idle:
+                self._idle.remove(worker)
+            if self._is_closed and isinstance(outcomes, BaseException):
+                outcomes = _closed()
+            elif isinstance(outcomes, BaseException) and len(jobs) > 1:  # it was one of them
+                for job in reversed(jobs):
+                    job.alone = True
+                    self._waiting.appendleft(job)
+                jobs = []
         if worker.was_killed:
+            self._selector.unregister(worker.answers)
             worker.reap()
         self._hand_out()
-        if job is not None:
+        if isinstance(outcomes, BaseException):
+            outcomes = [outcomes] * len(jobs)
+        for job, outcome in zip(jobs, outcomes, strict=True):
             job.end(outcome)
 
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from k3vl.vision.source import Abort, resolve
 from k3vl.vision.worker import fetch, read_frame, settings_header, write_frame
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from k3vl.types import MediaKind, MediaPart
     from k3vl.vision.processor import MediaProcessor
     from k3vl.vision.worker import MediaForm, SourceForm
@@ -68,51 +71,70 @@ class Worker:
         return self._process.stdout
 
     def call(self, part: MediaPart, source: str | bytes | Path) -> ProcessedMedia:
-        """Process one part; blocks. See :meth:`send` and :meth:`receive`."""
-        self.send(part, source)
-        return self.receive()
+        """Process one part; blocks. See :meth:`send` and :meth:`receive`.
 
-    def send(self, part: MediaPart, source: str | bytes | Path) -> None:
-        """Begin with a part, when the one before has been received.
+        Raises:
+            MediaError: the part cannot be used, or the process died of it.
+        """
+        self.send([(part, source)])
+        (outcome,) = self.receive()
+        if isinstance(outcome, MediaError):
+            raise outcome
+        return outcome
+
+    def send(self, parts: Sequence[tuple[MediaPart, str | bytes | Path]]) -> None:
+        """Begin with some parts, when those before have been received.
 
         Blocks for as long as the process reads. One that is dead is told by :meth:`receive`.
 
         Args:
-            part: all but its source.
-            source: a URL that needs no network, a file's bytes, or a path that was checked.
+            parts: each without its source, and that: a URL that needs no network, a file's bytes,
+                or a local path.
         """
-        form, blob = _request(source)
-        head = {"kind": part.kind, "detail": part.detail, "form": form}
-        requests, is_first, self._kind = self._process.stdin, self._kind is None, part.kind
+        heads, blobs = [], []
+        for part, source in parts:
+            form, blob = _request(source)
+            size = len(blob)
+            heads.append({"kind": part.kind, "detail": part.detail, "form": form, "size": size})
+            blobs.append(blob)
+        requests, is_first, self._kind = self._process.stdin, self._kind is None, parts[0][0].kind
         assert requests is not None
         try:
             if is_first:
                 write_frame(requests, self._settings)
-            write_frame(requests, head, [blob])
+            write_frame(requests, {"parts": heads}, blobs)
         except BaseException as exc:
             self.kill()  # it is dead, or nobody knows what lies in its pipe
             if not isinstance(exc, Exception):
                 raise
 
-    def receive(self) -> ProcessedMedia:
-        """What has become of the part; blocks.
+    def receive(self) -> list[ProcessedMedia | MediaError]:
+        """What has become of each part; blocks.
 
         Raises:
-            MediaError: the part cannot be used, or the process died of it.
+            MediaError: the process died of one.
         """
         try:
             header, rest = read_frame(self.answers)
-            answer = memoryview(rest)
-            if self._file is not None and "stored" in header:
-                answer = fetch(self._file.fileno(), header["stored"]).data
+            sizes = [reply["size"] for reply in header["parts"]]
+            if self._file is not None and header["stored"]:
+                blobs = fetch(self._file.fileno(), sizes)
+            else:
+                ends = list(accumulate(sizes))
+                blobs = [
+                    memoryview(rest)[end - n : end] for n, end in zip(sizes, ends, strict=True)
+                ]
         except (OSError, EOFError, ValueError) as exc:
             self.kill()
             raise MediaError(
                 f"{self._kind}: the decoder died of it", code=f"{self._kind}_failed"
             ) from exc
-        if "error" in header:
-            raise MediaError(header["error"], code=header["code"])
-        return _media(header, answer)
+        return [
+            MediaError(reply["error"], code=reply["code"])
+            if "error" in reply
+            else _media(reply, blob)
+            for reply, blob in zip(header["parts"], blobs, strict=True)
+        ]
 
     def is_alive(self) -> bool:
         """The process runs."""
