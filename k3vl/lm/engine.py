@@ -416,8 +416,9 @@ class Engine:
         if self.decoder.overlaps:
             live = [(row, job) for row, job in enumerate(flight.jobs) if self._lives(job)]
             self._flight = launch_ahead(live, self.scheduler, self.decoder)
+        jobs = self.jobs
         for job, token_id in zip(flight.jobs, flight.launched.tokens(), strict=True):
-            if self._lives(job):  # what was computed for one that has ended is nobody's
+            if jobs.get(job.sequence.id) is job:  # or it is nobody's: that one has ended
                 self._emit(job, token_id)
 
     def _lives(self, job: Job) -> bool:

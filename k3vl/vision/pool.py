@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from k3vl.errors import Cancelled, MediaError
+from k3vl.errors import Cancelled
 from k3vl.types import MediaPart
 from k3vl.vision.limits import DEFAULT_LIMITS, MediaLimits
 from k3vl.vision.processor import MediaProcessor
@@ -31,11 +31,13 @@ from k3vl.vision.worker import settings_header
 from k3vl.vision.workers import DEFAULT_MEMORY, GIVES_WAY, Worker, num_workers_here
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from k3vl.config import MediaConfig
     from k3vl.types import Detail, ProcessedMedia
 
 
-MOST_TOGETHER = 8
+MOST_TOGETHER = 4
 """Pictures that a worker is given at once."""
 LARGE = 1 << 20
 """Bytes of a file that goes alone."""
@@ -197,7 +199,7 @@ class PooledProcessor(MediaProcessor):
             else:
                 return
 
-    def _next(self) -> tuple[list[_Job], Worker | None, OSError | None]:
+    def _next(self) -> tuple[list[_Job], Worker | None, Exception | None]:
         """Parts, and who does them or why nobody can; the lock is held.
 
         As many small ones as are each worker's share of all that wait.
@@ -207,7 +209,7 @@ class PooledProcessor(MediaProcessor):
         share = -(-len(self._waiting) // max(1, self._most - len(self._busy)))
         try:
             worker = self._find_worker() if self._waiting else None
-        except OSError as exc:  # the system has no process or no memory for one
+        except Exception as exc:  # noqa: BLE001 - the system has no process or memory for one
             return [self._waiting.popleft()], None, exc
         if worker is None:
             return [], None, None
@@ -232,7 +234,7 @@ class PooledProcessor(MediaProcessor):
 
     def _take(self, worker: Worker) -> None:
         """What a worker has to say: its parts are done, or that it has ended."""
-        outcomes: list[ProcessedMedia | MediaError] | BaseException
+        outcomes: Sequence[ProcessedMedia | BaseException] | BaseException
         try:
             outcomes = worker.receive()
         except BaseException as exc:  # noqa: BLE001 - it is told to whoever waits for the part

@@ -240,7 +240,7 @@ def main() -> None:
             header, blob = read_frame(requests)
         except EOFError:
             return
-        replies, blobs = [], list[memoryview | str]()
+        replies, blobs = list[dict[str, Any]](), list[Any]()
         for head in header["parts"]:
             reply, own = answer(processor, form, head, _first(blob, head["size"]))
             replies.append({**reply, "size": sum(map(_size, own))})
