@@ -103,7 +103,8 @@ class Generation:
             self.done = True
             raise item
         events: list[Event] = []
-        self._usage = replace(self._usage, cached_tokens=item.cached_tokens)
+        if item.cached_tokens != self._usage.cached_tokens:
+            self._usage = replace(self._usage, cached_tokens=item.cached_tokens)
         if item.id is not None:
             self._completion += 1
             self._reasoning += self._thinking

@@ -156,6 +156,9 @@ class Engine:
             RequestError: the parameters make no sense, or the prompt is empty or fills the context.
             CapacityError: it can never fit into the cache.
         """
+        return self._checked(-1, prompt, sampling).max_new
+
+    def _checked(self, request_id: int, prompt: Prompt, sampling: SamplingParams) -> Sequence:
         check_sampling(sampling)
         length, context = len(prompt.token_ids), self.model.config.max_position_embeddings
         if not length:
@@ -168,9 +171,9 @@ class Engine:
                 code="context_length_exceeded",
             )
         max_new = min(sampling.max_tokens, context - length)
-        media = media_items(prompt.spans, sampling.cache_salt)
-        self.scheduler.check_fits(Sequence(id=-1, num_prompt=length, max_new=max_new, media=media))
-        return max_new
+        sequence = self._sequence(request_id, prompt, max_new, sampling.cache_salt)
+        self.scheduler.check_fits(sequence)
+        return sequence
 
     def check_tokens(self, token_ids: Ordered[int]) -> None:
         """Refuse what is not in the vocabulary; safe on any thread.
@@ -182,9 +185,8 @@ class Engine:
         if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab:
             return
         at = next(at for at, token_id in enumerate(token_ids) if not 0 <= token_id < vocab)
-        raise RequestError(
-            f"token {at} is {token_ids[at]}, the vocabulary has {vocab}", param="token_ids"
-        )
+        what = f"token {at} is {token_ids[at]}, the vocabulary has {vocab}"
+        raise RequestError(what, param="token_ids")
 
     def job(
         self,
@@ -194,9 +196,8 @@ class Engine:
         sink: Callable[[Token | K3VLError], None],
     ) -> Job:
         """What :meth:`queue` takes; safe on any thread, and raises as :meth:`admissible` does."""
-        max_new = self.admissible(prompt, sampling)
         return Job(
-            sequence=self._sequence(request_id, prompt, max_new, sampling.cache_salt),
+            sequence=self._checked(request_id, prompt, sampling),
             prompt=prompt,
             sampler=Sampler(sampling),
             stop_ids=self.stop_ids | set(sampling.stop_ids),
