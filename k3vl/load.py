@@ -219,7 +219,8 @@ def open_checkpoint(
         engine = EngineConfig(num_threads=1 if small else None)
         if kernels.row_independent and tensor_parallel == 1:
             engine = replace(engine, page_size=REUSE_PAGE)
-    read = _Read(directory, config, media, where.type, engine, stop_ids)
+    kind: Device = "cuda" if where.type == "cuda" else "cpu"
+    read = _Read(directory, config, media, kind, engine, stop_ids)
     weights, running = start_engine(read, tensor_parallel)
     kept = KEPT_PICTURES if engine.reuse else 0
     processor = MediaProcessor(media, limits=limits, policy=policy, keep_bytes=kept)

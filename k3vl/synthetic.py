@@ -255,7 +255,11 @@ def random_model(
         target.copy_(cut.share(whole))
 
     for name, parameter in model.named_parameters():
-        fill(name, parameter, lambda t, n=name: _random_floats(t, n, t.shape[-1], generator))
+
+        def floats(tensor: torch.Tensor, name: str = name) -> object:
+            return _random_floats(tensor, name, tensor.shape[-1], generator)
+
+        fill(name, parameter, floats)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         stored = layer.mlp.experts if isinstance(layer.mlp, LatentMoE) else None

@@ -118,15 +118,15 @@ class LeadingEngine(MirroredEngine):
         *,
         arrived: float | None = None,
     ) -> None:
-        """See :meth:`Engine.add`."""
+        """See :meth:`Engine.add`; queued here before others hear of it, so it hears of failures."""
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
-        told = sampling
-        if (mask := sampling.logit_mask) is not None:
-            sampling = replace(sampling, logit_mask=_ToldMask(mask, self.followers))
-            told = replace(sampling, logit_mask=HEARD)
+        told, masked = replace(sampling, logit_mask=None), sampling.logit_mask is not None
+        if sampling.logit_mask is not None:
+            mask = _ToldMask(sampling.logit_mask, self.followers)
+            sampling = replace(sampling, logit_mask=mask)
         super().add(request_id, prompt, sampling, sink, arrived=arrived)
-        self.followers.tell("add", request_id, prompt, told)
+        self.followers.tell("add", request_id, prompt, told, masked)
 
     def add_forced(
         self,
@@ -366,10 +366,6 @@ class _ToldMask:
         self._mask.accept(token_id)
 
 
-HEARD = "heard"
-"""In place of a mask whose bits the first rank tells."""
-
-
 # ---------------------------------------------------------------------- the other ranks
 
 
@@ -411,9 +407,8 @@ class Follower:
         elif what == "do":
             values[0](self.engine)
         elif what == "add":
-            request_id, prompt, sampling = values
-            if sampling.logit_mask == HEARD:
-                sampling = replace(sampling, logit_mask=self)
+            request_id, prompt, sampling, masked = values
+            sampling = replace(sampling, logit_mask=self if masked else None)
             self.engine.add(request_id, prompt, sampling, _drop)
         elif what in ("add_forced", "add_scored"):
             getattr(self.engine, what)(*values, _drop)

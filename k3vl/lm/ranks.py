@@ -64,7 +64,7 @@ class Ranks:
         """
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(store), self.size),
+            init_method=store.as_uri(),
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
