@@ -8,7 +8,7 @@ sums a layer: [D] after attention, and [L + D] after the experts, before their n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,12 +47,10 @@ class Ranks:
     Attributes:
         rank: which one, from 0.
         size: how many.
-        adding: False leaves sums out, to time what is left.
     """
 
     rank: int
     size: int
-    adding: bool = field(default=True, kw_only=True)
 
     def join(self, device: torch.device, store: Path, timeout: timedelta) -> None:
         """Meet the others: by NCCL with a GPU a rank, by gloo on a CPU.
@@ -84,8 +82,7 @@ class Ranks:
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``, in its place."""
-        if self.adding:
-            dist.all_reduce(x)
+        dist.all_reduce(x)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
