@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 
 from k3vl.errors import BackendError, Cancelled, ConfigError, K3VLError
 from k3vl.lm.engine import Engine, EngineConfig
@@ -443,10 +444,13 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 
 def require_ranks(size: int, device: torch.device) -> None:
-    """Refuse more ranks than there are GPUs.
+    """Refuse what cannot be: more ranks than there are GPUs, or a second group of them.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: with both numbers; or this process has ranks already, of which torch can have
+            one group.
     """
+    if size > 1 and dist.is_initialized():
+        raise ConfigError("this process shares a model with other ranks already")
     if device.type == "cuda" and size > (count := torch.cuda.device_count()):
         raise ConfigError(f"{size} ranks: each has a GPU of its own, torch sees {count}")
