@@ -235,9 +235,11 @@ def _reference_logits(
     plain = reference_kernels("what a slice is checked against")
     if kernels.latent_moe_mxfp4 is None:  # the same draw gives other weights in the other form
         plain = replace(plain, latent_moe_mxfp4=None)
-    return _logits(
-        random_model(config, plain, dtype=dtype, device=device, seed=options.seed), options
-    )
+    draw = partial(random_model, config, plain, dtype=dtype, device=device, seed=options.seed)
+    logits = _logits(draw(), options)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what sums over ranks go through is not torch's memory
+    return logits
 
 
 def _build(

@@ -119,7 +119,7 @@ class LeadingEngine(MirroredEngine):
         *,
         arrived: float | None = None,
     ) -> None:
-        """See :meth:`Engine.add`; queued here before others hear of it, so it hears of failures."""
+        """See :meth:`Engine.add`."""
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         told, masked = replace(sampling, logit_mask=None), sampling.logit_mask is not None
@@ -159,8 +159,7 @@ class LeadingEngine(MirroredEngine):
     def fail_all(self, error: K3VLError) -> None:
         """See :meth:`Engine.fail_all`."""
         super().fail_all(error)
-        if self.followers.failure is None:
-            self.followers.tell("fail_all", Cancelled("the first rank ended all"))
+        self.followers.tell("fail_all", Cancelled("the first rank ended all"))
 
     def step(self) -> bool:
         """See :meth:`Engine.step`.
@@ -182,6 +181,7 @@ class LeadingEngine(MirroredEngine):
         self._apart = True  # unless it goes well
         self.followers.tell(what, *values)
         try:
+            self.followers.check()
             yield
         except Exception as exc:
             if failure := self.followers.blamed():
@@ -203,8 +203,7 @@ class LeadingEngine(MirroredEngine):
         self.followers.close(self.release, gently=not self._apart)
 
     def _deliver(self, job: Job, token: Token) -> None:
-        if self.followers.failure is not None:
-            raise self.followers.failure  # what a sum has given then is nothing
+        self.followers.check()  # what a sum has given then is nothing
         super()._deliver(job, token)
 
 
@@ -247,20 +246,21 @@ class Followers:
         self._reports: SimpleQueue[K3VLError | None] = SimpleQueue()
         self._folder = tempfile.TemporaryDirectory(prefix="k3vl-ranks-")
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
-        for rank in range(1, size):
+        for _ in range(1, size):
             ours, theirs = Pipe()
             command = [sys.executable, "-m", "k3vl.lm.follower", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])  # noqa: S603 - fixed
             theirs.close()
             self._processes[ours] = process
-            with suppress(OSError):  # it has ended already, which will be heard of
-                ours.send(("build", (Ranks(rank, size), build, device)))
         self._threads = [
             threading.Thread(target=self._listen, args=(rank, *pair), daemon=True)
             for rank, pair in enumerate(self._processes.items(), start=1)
         ]
         for thread in self._threads:
             thread.start()
+        for rank, connection in enumerate(self._processes, start=1):
+            with suppress(OSError):
+                connection.send(("build", (Ranks(rank, size), build, device)))
 
     def join(self, device: torch.device) -> None:
         """Wait for all engines, then meet.
@@ -279,16 +279,13 @@ class Followers:
             raise self.blamed() or BackendError(f"ranks do not meet: {exc}") from exc
 
     def tell(self, what: str, *values: Any) -> None:
-        """Send all a message.
-
-        Raises:
-            K3VLError: a rank has failed.
-        """
-        try:
-            for connection in self._processes:
+        """Send all a message; what has become of one that cannot be told is heard otherwise."""
+        for connection in self._processes:
+            with suppress(OSError):
                 connection.send((what, values))
-        except OSError as exc:
-            raise self.blamed() or BackendError("a rank's process has ended") from exc
+
+    def check(self) -> None:
+        """Raise the failure of a rank that has failed."""
         if self.failure is not None:
             raise self.failure
 
@@ -300,16 +297,14 @@ class Followers:
     def close(self, release: Callable[[], None], *, gently: bool) -> None:
         """End all; ``release`` drops what this rank has recorded."""
         self._closing = True
-        gently = gently and self.failure is None
-        if gently:
-            with suppress(OSError, K3VLError):
-                self.tell("close")
+        if gently and self.failure is None:
+            self.tell("close")
         else:
             self.kill()
             self.ranks.abort()
-        release()
-        with suppress(RuntimeError):
-            self.ranks.leave()
+        for end in (release, self.ranks.leave):
+            with suppress(RuntimeError):  # of a device that the failure has taken with it
+                end()
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
