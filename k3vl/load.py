@@ -22,7 +22,7 @@ from k3vl.lm.encoding import EncodeInStep, EncodeOnStream, EncodeOnThread
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.mirrored import EngineParts, lead, require_ranks
-from k3vl.lm.ranks import split_kernels
+from k3vl.lm.ranks import axis_of, split_kernels
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions, SamplingParams
@@ -208,7 +208,10 @@ def open_checkpoint(
     require_ranks(tensor_parallel, where)
     kernels = choose(where, dtype)
     summary = summarise(directory, config)
-    fits, sentence = summary.fits(memory_of_ranks(where, tensor_parallel), dtype, kept=kernels.kept)
+    free = available_memory(where)
+    if tensor_parallel > 1:
+        free = memory_of_ranks(where, tensor_parallel, bytes_on_all(config, dtype))
+    fits, sentence = summary.fits(free, dtype, kept=kernels.kept)
     if not fits:
         held = "one device's" if tensor_parallel == 1 else f"{tensor_parallel} devices'"
         raise ConfigError(f"{directory}: {sentence}; the embedded engine holds {held} worth")
@@ -336,11 +339,20 @@ def available_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def memory_of_ranks(device: torch.device, ranks: int) -> int:
-    """Bytes that can still be had on so many devices, if each gives what the fullest can."""
-    if device.type == "cuda" and ranks > 1:
-        return ranks * min(available_memory(torch.device("cuda", r)) for r in range(ranks))
-    return available_memory(device)
+def memory_of_ranks(device: torch.device, ranks: int, on_all: int) -> int:
+    """Bytes that so many ranks can still have for a model of which each holds ``on_all`` whole."""
+    if device.type == "cpu":
+        return available_memory(device) - (ranks - 1) * on_all
+    free = min(available_memory(torch.device("cuda", rank)) for rank in range(ranks))
+    return ranks * free - (ranks - 1) * on_all
+
+
+def bytes_on_all(config: K3Config, dtype: torch.dtype) -> int:
+    """What ranks do not divide of a model: the tower, the embedding, small projections."""
+    values = sum(spec.numel for spec in expected_vision_tensors(config.vision).values())
+    text = expected_text_tensors(config.text, quantized_experts=False)
+    values += sum(spec.numel for name, spec in text.items() if axis_of(name) is None)
+    return values * dtype.itemsize
 
 
 def load_chat_defaults(directory: Path) -> ChatOptions:

@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from k3vl.config import DEMO_CHECKPOINT
+from k3vl import load
+from k3vl.config import DEMO_CHECKPOINT, parse_config
 from k3vl.errors import BackendError, ConfigError, K3VLError, WeightError
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.mirrored import lead, require_ranks
 from k3vl.pipeline import Pipeline
+from k3vl.synthetic import slice_config
 from k3vl.types import MediaPart, Message, TextPart
 from tests import rank_parts
 from tests.process import ROOT
@@ -156,3 +158,17 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     require_ranks(8, torch.device("cpu"))
     with pytest.raises(ConfigError, match="3 ranks: each has a GPU of its own, torch sees 2"):
         require_ranks(3, torch.device("cuda"))
+
+
+def test_what_all_ranks_hold_counts_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K3's tower, embedding, routers, latent and low-rank projections; the smallest GPU decides."""
+    k3 = parse_config(slice_config(93))
+    on_all = load.bytes_on_all(k3, torch.bfloat16)
+    assert 14.5e9 < on_all < 15e9
+    free = {None: 90, 0: 90, 1: 80, 2: 100}
+    monkeypatch.setattr(load, "available_memory", lambda device: free[device.index])
+    assert load.memory_of_ranks(torch.device("cuda"), 3, 10) == 3 * 80 - 2 * 10
+    assert load.memory_of_ranks(torch.device("cpu"), 3, 10) == 90 - 2 * 10
+    monkeypatch.setattr(load, "available_memory", lambda device: 60 << 20)
+    with pytest.raises(ConfigError, match=r"short.*; the embedded engine holds 2 devices' worth"):
+        Pipeline.load("demo", device="cpu", tensor_parallel=2)
