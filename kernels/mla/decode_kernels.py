@@ -153,22 +153,25 @@ def mla_merge_once_kernel(
     out,
     SPLITS,
     R: tl.constexpr,
+    BR: tl.constexpr,
     BS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As ``mla_merge_kernel``, all parts in one go, none of its loads behind another.
+    """As ``mla_merge_kernel``, all parts of BR channels in one go, no load behind another.
 
     That needs a weight of every part, of empty ones too: it is that of nothing, and what such a
     part holds has no influence.
     """
     let_next_begin(PDL)
-    wait_for_inputs(PDL)
     i_b = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     at = i_b * SPLITS
     o_s = tl.arange(0, BS)
-    o_r = tl.arange(0, R)
+    o_r = tl.program_id(2) * BR + tl.arange(0, BR)
     there = o_s < SPLITS
-    part = tl.load(parts + (at + o_s)[:, None] * R + o_r[None, :], mask=there[:, None], other=0.0)
+    p_part = parts + (at + o_s)[:, None] * R + o_r[None, :]
+    wait_for_inputs(PDL)
+    part = tl.load(p_part, mask=there[:, None], other=0.0)
+    tl.debug_barrier()  # else the assembler puts parts behind the wait for weights
     w = tl.load(weights + at + o_s, mask=there, other=float("-inf"))
     filled = w > float("-inf")
     highest = tl.max(tl.where(filled, w, -1e38), 0)

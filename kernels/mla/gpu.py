@@ -39,6 +39,10 @@ _FEW_HEADS = 32
 """Up to here the rows of a tensor core's product are mostly padding, and bytes are what counts."""
 
 
+_OF_WARP = 2048
+"""Numbers of parts that a warp adds: their loads are all under way together."""
+
+
 class DecodeShape(NamedTuple):
     """Heads and latents of a program, its warps and pipeline stages, parts of a context."""
 
@@ -171,8 +175,7 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    lean = isinstance(layout, HopperShape) and layout.lean
-    dtype = torch.bfloat16 if lean else torch.float32
+    dtype = torch.bfloat16 if isinstance(layout, HopperShape) else torch.float32
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
     args = (q, latents, rows, lengths, latent_width, scale, page)
@@ -180,14 +183,12 @@ def mla_decode(
     if isinstance(layout, HopperShape):
         if not hopper_takes(q, latents, rows, latent_width, page):
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
-        tile = TILE
-        hopper_parts(*args, layout, results=(out, parts, sums), early=early)
-    else:
-        tile = layout.latents
-        _decode_parts(*args, layout, results=(out, parts, sums))
-    if lean:
-        _merge_once(parts, sums, out, early=early)
-    elif not whole:
+        hopper_parts(*args, layout, results=(parts, sums), early=early)
+        if not whole:
+            _merge_once(parts, sums, out, layout.merged, early=early)
+        return out
+    _decode_parts(*args, layout, results=(out, parts, sums))
+    if not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,
@@ -197,7 +198,7 @@ def mla_decode(
             splits,
             R=latent_width,
             BR=min(latent_width, 128),
-            BN=tile,
+            BN=layout.latents,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
             PDL=early,
@@ -207,19 +208,25 @@ def mla_decode(
 
 
 def _merge_once(
-    parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, early: bool
+    parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, most: int, *, early: bool
 ) -> None:
-    """Add few parts [B, H, SPLITS, R]; each has a weight [B, H, SPLITS], empty ones -inf."""
+    """Add parts [B, H, SPLITS, R]; each has a weight [B, H, SPLITS], empty ones -inf.
+
+    A program has ``most`` channels, or as many more as leave it 2,048 numbers; a warp has those.
+    """
     batch, heads, splits, width = parts.shape
-    mla_merge_once_kernel[(heads, batch)](
+    slots = triton.next_power_of_2(splits)
+    channels = min(width, max(most, _OF_WARP // slots))
+    mla_merge_once_kernel[(heads, batch, width // channels)](
         parts,
         weights,
         out,
         splits,
         R=width,
-        BS=triton.next_power_of_2(splits),
+        BR=channels,
+        BS=slots,
         PDL=early,
-        num_warps=1,  # so that all programs run at once
+        num_warps=max(1, slots * channels // _OF_WARP),
         launch_pdl=early,
     )
 
