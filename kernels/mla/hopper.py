@@ -23,6 +23,7 @@ class HopperShape(NamedTuple):
     splits: int
     columns: int = 128
     merged: int = 128
+    turns: bool = False
 
 
 def hopper_takes(
@@ -87,6 +88,7 @@ def hopper_parts(
         "BH": HEADS,
         "BN": TILE,
         "W": shape.columns,
+        "TURNS": shape.turns,
         "WHOLE": shape.splits == 1,
         "PDL": early,
     }

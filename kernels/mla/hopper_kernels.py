@@ -99,6 +99,100 @@ def write_piece(
 
 
 @gluon.jit
+def begin_scores(
+    m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero,
+    SIDE: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Begin the scores of a side's tile, its pieces in the order in which they land."""
+    s = zero
+    for k in gl.static_range(PIECES):
+        mbarrier.wait(landed.index(2 * SIDE * PIECES + k), phase)
+        b_k = m_mine.index(own * PIECES + k).permute((1, 0))
+        s = warpgroup_mma(m_q.index(own * PIECES + k), b_k, s, use_acc=k > 0, is_async=True)
+    for k in gl.static_range(PIECES):
+        mbarrier.wait(landed.index((3 - 2 * SIDE) * PIECES + k), phase)
+        b_k = m_others.index(own * PIECES + k).permute((1, 0))
+        s = warpgroup_mma(m_q.index(other * PIECES + k), b_k, s, is_async=True)
+    return warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def rescale(mixed, factor, PIECES: gl.constexpr):
+    """Mixtures times what a new maximum makes of their rows."""
+    scaled = ()
+    for k in gl.static_range(PIECES):
+        scaled = scaled + (mixed[k] * factor,)  # noqa: RUF005
+    return scaled
+
+
+@gluon.jit
+def begin_mixtures(left, m_tile, tile, mixed, PIECES: gl.constexpr):
+    """Begin to add probabilities times values of a side's half of a tile, a product a piece."""
+    products = ()
+    for k in gl.static_range(PIECES):
+        b_v = m_tile.index(tile * PIECES + k)
+        product = warpgroup_mma(left, b_v, mixed[k], is_async=True)
+        products = products + (product,)  # noqa: RUF005
+    return products
+
+
+@gluon.jit
+def end_mixtures(
+    products, values, shared, m_tile, m_p, landed, tile, row, more, SIDE: gl.constexpr,
+    OWN: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Wait for products; if there is more, begin to copy what is next to where each has read.
+
+    Behind the other side's tile comes the shared part of this side's half of that.
+    """
+    PIECES: gl.constexpr = R // 2 // W
+    FIRST: gl.constexpr = (2 * SIDE if OWN else 2 * SIDE + 1) * PIECES
+    mixed = ()
+    for k in gl.static_range(PIECES):
+        mixed = mixed + (warpgroup_mma_wait(PIECES - 1 - k, [products[k]]),)  # noqa: RUF005
+        # All warps have read this piece, of the last one's product also the probabilities.
+        meet()
+        if more:
+            fetch(
+                values, m_tile.index(tile * PIECES + k), landed.index(FIRST + k), row,
+                SIDE * (R // 2) + k * W, BN * W * 2,
+                (k == PIECES - 1) * (not OWN) * BN * P * 2,
+            )  # fmt: skip
+    if not OWN:
+        if more:
+            begin_copy(shared, [row, R], landed.index(FIRST + PIECES - 1), m_p.index(tile))
+    return mixed
+
+
+@gluon.jit
+def end_side(
+    highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS, there,
+    SIDE: gl.constexpr, TOLD: gl.constexpr, R: gl.constexpr, BH: gl.constexpr, W: gl.constexpr,
+    WHOLE: gl.constexpr, ROW: gl.constexpr, ROW_O: gl.constexpr,
+):  # fmt: skip
+    """Add both sides' sums; write the side's half of the channels, and side 0 the weight."""
+    PIECES: gl.constexpr = R // 2 // W
+    m_sum.index(SIDE).store(total)
+    meet()
+    mbarrier.arrive(told.index(TOLD + SIDE), count=1)
+    mbarrier.wait(told.index(TOLD + 1 - SIDE), 0)
+    total = total + m_sum.index(1 - SIDE).load(ROW)
+    # Of somebody's part there is at least its highest score, which adds 1; padding gets zeros.
+    share = gl.convert_layout(1.0 / gl.maximum(total, 1.0), ROW_O)[:, None]
+    for k in gl.static_range(PIECES):
+        write_piece(
+            m_mine.index(SIDE * PIECES + k), mixed[k] * share, parts, i_b, i_h, i_s, H, SPLITS,
+            WHOLE | there, SIDE * (R // 2) + k * W, R, BH, W,
+        )  # fmt: skip
+    if SIDE == 0:
+        if not WHOLE:
+            # Of a part that is empty there is only the weight, and that is nothing.
+            o_w = i_h * BH + gl.arange(0, BH, ROW)
+            p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
+            gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
+
+
+@gluon.jit
 def one_side(
     values,
     shared,
@@ -156,13 +250,7 @@ def one_side(
     ROW_O: gl.constexpr = gl.SliceLayout(1, O)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     PIECES: gl.constexpr = R // 2 // W
-    SIZE: gl.constexpr = BN * W * 2
-    REST: gl.constexpr = BN * P * 2
-    COLUMN: gl.constexpr = SIDE * (R // 2)
-    # This side uses the other side's tile last; the shared part of its keys comes with that.
-    OWN: gl.constexpr = 2 * SIDE * PIECES
-    LAST: gl.constexpr = OWN + PIECES
-    OTHERS: gl.constexpr = (3 - 2 * SIDE) * PIECES
+    LAST: gl.constexpr = (2 * SIDE + 1) * PIECES
     pairs = gl.cdiv(gl.maximum(end - start, 0), 2 * BN)
     highest = gl.full([BH], float("-inf"), gl.float32, ROW)
     total = gl.zeros([BH], gl.float32, ROW)
@@ -181,17 +269,9 @@ def one_side(
         own, other = SIDE + none, 1 - SIDE + none
         next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
         next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
-        # Scores of this side's tile, its pieces in the order in which they land.
-        s = zero
-        for k in gl.static_range(PIECES):
-            mbarrier.wait(landed.index(OWN + k), phase)
-            b_k = m_mine.index(own * PIECES + k).permute((1, 0))
-            s = warpgroup_mma(m_q.index(own * PIECES + k), b_k, s, use_acc=k > 0, is_async=True)
-        for k in gl.static_range(PIECES):
-            mbarrier.wait(landed.index(OTHERS + k), phase)
-            b_k = m_others.index(own * PIECES + k).permute((1, 0))
-            s = warpgroup_mma(m_q.index(other * PIECES + k), b_k, s, is_async=True)
-        s = warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
+        s = begin_scores(
+            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES
+        )  # fmt: skip
         s = warpgroup_mma_wait(0, [s])
         left = end - at - SIDE * BN
         if left < BN:
@@ -220,21 +300,13 @@ def one_side(
             mbarrier.arrive(told.index(1), count=1)
         kept = gl.exp2(highest - higher)
         total = total * kept + gl.sum(p, 1)
-        factor = gl.convert_layout(kept, ROW_O)[:, None]
         left_p = gl.convert_layout(b_p, LEFT)
-        products = ()
-        for k in gl.static_range(PIECES):
-            b_v = m_mine.index(own * PIECES + k)
-            product = warpgroup_mma(left_p, b_v, mixed[k] * factor, is_async=True)
-            products = products + (product,)  # noqa: RUF005
-        mixed = ()
-        for k in gl.static_range(PIECES):
-            mixed = mixed + (warpgroup_mma_wait(PIECES - 1 - k, [products[k]]),)  # noqa: RUF005
-            # This side's tile is used up.
-            meet()
-            if j + 1 < pairs:
-                m_free = m_mine.index(own * PIECES + k)
-                fetch(values, m_free, landed.index(OWN + k), next_own, COLUMN + k * W, SIZE, 0)
+        mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
+        products = begin_mixtures(left_p, m_mine, own, mixed, PIECES)
+        mixed = end_mixtures(
+            products, values, shared, m_mine, m_p, landed, own, next_own, j + 1 < pairs, SIDE, True,
+            R, P, BN, W,
+        )  # fmt: skip
         if SIDE == 0:
             mbarrier.wait(told.index(1), phase)
             highest = m_max.index(1).load(ROW)
@@ -244,11 +316,7 @@ def one_side(
             fence_async_shared()
             meet()
             mbarrier.arrive(told.index(2), count=1)
-            factor = gl.convert_layout(kept, ROW_O)[:, None]
-            scaled = ()
-            for k in gl.static_range(PIECES):
-                scaled = scaled + (mixed[k] * factor,)  # noqa: RUF005
-            mixed = scaled
+            mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
         else:
             mbarrier.wait(told.index(2), phase)
             highest = higher
@@ -259,42 +327,161 @@ def one_side(
         if left < BN:
             for k in gl.static_range(PIECES):
                 zero_rows(m_mine.index(other * PIECES + k), left, BN, W)
-        products = ()
-        for k in gl.static_range(PIECES):
-            b_v = m_mine.index(other * PIECES + k)
-            product = warpgroup_mma(m_p.index(other), b_v, mixed[k], is_async=True)
-            products = products + (product,)  # noqa: RUF005
-        mixed = ()
-        for k in gl.static_range(PIECES):
-            mixed = mixed + (warpgroup_mma_wait(PIECES - 1 - k, [products[k]]),)  # noqa: RUF005
-            # So is the other's.
-            meet()
-            if j + 1 < pairs:
-                m_free, last = m_mine.index(other * PIECES + k), landed.index(LAST + k)
-                fetch(
-                    values, m_free, last, next_other, COLUMN + k * W, SIZE,
-                    (k == PIECES - 1) * REST,
-                )  # fmt: skip
-        if j + 1 < pairs:
-            begin_copy(shared, [next_other, R], landed.index(LAST + PIECES - 1), m_p.index(other))
-    m_sum.index(SIDE).store(total)
-    meet()
-    mbarrier.arrive(told.index(3 + SIDE), count=1)
-    mbarrier.wait(told.index(4 - SIDE), 0)
-    total = total + m_sum.index(1 - SIDE).load(ROW)
-    # Of somebody's part there is at least its highest score, which adds 1; padding gets zeros.
-    share = gl.convert_layout(1.0 / gl.maximum(total, 1.0), ROW_O)[:, None]
-    for k in gl.static_range(PIECES):
-        write_piece(
-            m_mine.index(SIDE * PIECES + k), mixed[k] * share, parts, i_b, i_h, i_s, H, SPLITS,
-            WHOLE | (start < end), COLUMN + k * W, R, BH, W,
+        products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
+        mixed = end_mixtures(
+            products, values, shared, m_mine, m_p, landed, other, next_other, j + 1 < pairs, SIDE,
+            False, R, P, BN, W,
         )  # fmt: skip
-    if SIDE == 0:
-        if not WHOLE:
-            # Of a part that is empty there is only the weight, and that is nothing.
-            o_w = i_h * BH + gl.arange(0, BH, ROW)
-            p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
-            gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
+    end_side(
+        highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
+        start < end, SIDE, 3, R, BH, W, WHOLE, ROW, ROW_O,
+    )  # fmt: skip
+
+
+@gluon.jit
+def side_in_turn(
+    values,
+    shared,
+    p_rows,
+    s_page,
+    rows_end,
+    start,
+    end,
+    scale,
+    m_q,
+    m_qp,
+    m_mine,
+    m_others,
+    m_p,
+    m_max,
+    m_sum,
+    landed,
+    told,
+    parts,
+    weights,
+    i_b,
+    i_h,
+    i_s,
+    H,
+    SPLITS,
+    SIDE: gl.constexpr,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    PAGE: gl.constexpr,
+    BH: gl.constexpr,
+    BN: gl.constexpr,
+    W: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """What four warps do: the scores of every second tile, and half of the channels of all values.
+
+    Both sides mix side 0's tile first, then side 1's. So side 0's softmax runs beside side 1's
+    scores, side 1's beside the first tile's mixture, and of the next pair side 0's tile is asked
+    for while the second is mixed: it has landed by the time that side 0 needs it.
+    Nobody but this side uses its halves of the tiles, so it fetches them itself, W channels at a
+    time, each as soon as its product is done.
+    Probabilities lie where the shared part of the keys lay, which is used up by then.
+
+    Barriers ``landed``, one for every piece of W channels: side 0's of tile 0 and of tile 1, side
+    1's of tile 1 and of tile 0; then the queries. ``told``: side 0 has a maximum and probabilities;
+    side 1 has; sums of 0; of 1.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    PIECES: gl.constexpr = R // 2 // W
+    LAST: gl.constexpr = (2 * SIDE + 1) * PIECES
+    pairs = gl.cdiv(gl.maximum(end - start, 0), 2 * BN)
+    highest = gl.full([BH], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([BH], gl.float32, ROW)
+    zero = gl.zeros([BH, BN], gl.float32, S)
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
+    mixed = ()
+    for _ in gl.static_range(PIECES):
+        mixed = mixed + (gl.zeros([BH, W], gl.float32, O),)  # noqa: RUF005
+    mbarrier.wait(landed.index(4 * PIECES), 0)
+    for j in range(pairs):
+        phase = j & 1
+        # Zero, but the compiler cannot know: else it would compute the operands' addresses before
+        # the loop and spill them (112 registers).
+        none = j >> 30
+        at = start + j * 2 * BN
+        more = j + 1 < pairs
+        own, other = SIDE + none, 1 - SIDE + none
+        next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
+        next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
+        left, left_other = end - at - SIDE * BN, end - at - (1 - SIDE) * BN
+        s = begin_scores(
+            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES
+        )  # fmt: skip
+        if SIDE == 1:
+            mbarrier.wait(told.index(0), phase)
+            before = m_max.index(0).load(ROW)
+            kept = gl.exp2(highest - before)
+            total = total * kept
+            highest = before
+            mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
+        s = warpgroup_mma_wait(0, [s])
+        if SIDE == 1:
+            # The other tile's mixture, beside which this one's softmax runs.
+            for k in gl.static_range(PIECES):
+                mbarrier.wait(landed.index(LAST + k), phase)
+            if left_other < BN:
+                for k in gl.static_range(PIECES):
+                    zero_rows(m_mine.index(other * PIECES + k), left_other, BN, W)
+            products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
+        if left < BN:
+            s = gl.where((o_n < left)[None, :], s, float("-inf"))
+            for k in gl.static_range(PIECES):
+                zero_rows(m_mine.index(own * PIECES + k), left, BN, W)
+        higher = gl.maximum(highest, gl.max(s, 1) * scale)
+        p = gl.exp2(s * scale - higher[:, None])
+        b_p = p.to(gl.bfloat16)
+        # By now all four warps have read the keys that the probabilities replace.
+        meet()
+        m_max.index(SIDE).store(higher)
+        m_p.index(own).store(b_p)
+        fence_async_shared()
+        meet()
+        mbarrier.arrive(told.index(SIDE), count=1)
+        kept = gl.exp2(highest - higher)
+        total = total * kept + gl.sum(p, 1)
+        highest = higher
+        left_p = gl.convert_layout(b_p, LEFT)
+        if SIDE == 1:
+            mixed = end_mixtures(
+                products, values, shared, m_mine, m_p, landed, other, next_other, more, SIDE,
+                False, R, P, BN, W,
+            )  # fmt: skip
+        mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
+        products = begin_mixtures(left_p, m_mine, own, mixed, PIECES)
+        mixed = end_mixtures(
+            products, values, shared, m_mine, m_p, landed, own, next_own, more, SIDE, True, R, P,
+            BN, W,
+        )  # fmt: skip
+        if SIDE == 0:
+            mbarrier.wait(told.index(1), phase)
+            higher = m_max.index(1).load(ROW)
+            kept = gl.exp2(highest - higher)
+            total = total * kept
+            highest = higher
+            for k in gl.static_range(PIECES):
+                mbarrier.wait(landed.index(LAST + k), phase)
+            if left_other < BN:
+                for k in gl.static_range(PIECES):
+                    zero_rows(m_mine.index(other * PIECES + k), left_other, BN, W)
+            mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
+            products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
+            mixed = end_mixtures(
+                products, values, shared, m_mine, m_p, landed, other, next_other, more, SIDE,
+                False, R, P, BN, W,
+            )  # fmt: skip
+    end_side(
+        highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
+        start < end, SIDE, 2, R, BH, W, WHOLE, ROW, ROW_O,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -319,6 +506,7 @@ def mla_decode_sides_kernel(
     BH: gl.constexpr,
     BN: gl.constexpr,
     W: gl.constexpr,
+    TURNS: gl.constexpr,
     WHOLE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -369,25 +557,49 @@ def mla_decode_sides_kernel(
         row_1 = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
         first_tiles(values, shared, row_0, row_1, m_left, m_p, landed, 0, R, P, BN, W)
         first_tiles(values, shared, row_1, row_0, m_right, m_p, landed, 1, R, P, BN, W)
-    gl.warp_specialize(
-        [
-            (
-                one_side,
+    if TURNS:
+        gl.warp_specialize(
+            [
                 (
-                    values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
-                    m_right, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                    SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE,
+                    side_in_turn,
+                    (
+                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
+                        m_right, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE,
+                    ),
                 ),
-            ),
-            (
-                one_side,
                 (
-                    values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
-                    m_left, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                    SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE,
+                    side_in_turn,
+                    (
+                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
+                        m_left, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE,
+                    ),
                 ),
-            ),
-        ],
-        [4],
-        [240],
-    )  # fmt: skip
+            ],
+            [4],
+            [240],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    one_side,
+                    (
+                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
+                        m_right, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE,
+                    ),
+                ),
+                (
+                    one_side,
+                    (
+                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
+                        m_left, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE,
+                    ),
+                ),
+            ],
+            [4],
+            [240],
+        )  # fmt: skip

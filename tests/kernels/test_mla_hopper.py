@@ -18,15 +18,17 @@ HEADS, LATENT, SHARED, PAGE = 70, 512, 64, 64
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize(
+    ("columns", "turns"), [(128, False), (256, False), (128, True), (256, True)]
+)
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
-def test_kernel_is_its_reference(splits: int, columns: int) -> None:
+def test_kernel_is_its_reference(splits: int, columns: int, turns: bool) -> None:
     """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
-    shape = HopperShape(splits, columns)
+    shape = HopperShape(splits, columns, turns=turns)
     torch.manual_seed(splits)
     random.seed(splits)
     lengths = torch.tensor([1, 0, 64, 65, 3 * PAGE - 1, 129, 256])
@@ -67,34 +69,57 @@ def test_kernel_is_its_reference(splits: int, columns: int) -> None:
         assert (out[b] - want[b]).norm() <= 4e-3 * want[b].norm(), lengths[b]
 
 
-# What orders the kernel's accesses: a line to leave out, found by the text before it.
+# What orders the kernel's accesses: a line to leave out, found by its function and the text before.
+SHARED_ORDER = [
+    ("zero_rows", "piece.load(LAYOUT), 0.0)\n", "meet()"),
+    ("zero_rows", "piece.store(kept)\n", "fence_async_shared()"),
+    ("zero_rows", "piece.store(kept)\n    fence_async_shared()\n", "meet()"),
+    ("begin_scores", "\n", "mbarrier.wait(landed.index(2 * SIDE * PIECES + k), phase)"),
+    ("begin_scores", "\n", "mbarrier.wait(landed.index((3 - 2 * SIDE) * PIECES + k), phase)"),
+    ("end_mixtures", "\n", "meet()"),
+    ("end_side", "\n", "meet()"),
+    ("end_side", "\n", "mbarrier.wait(told.index(TOLD + 1 - SIDE), 0)"),
+]
 ORDER = [
-    ("piece.load(LAYOUT), 0.0)\n", "meet()"),
-    ("piece.store(kept)\n", "fence_async_shared()"),
-    ("piece.store(kept)\n    fence_async_shared()\n", "meet()"),
-    ("RUF005\n", "mbarrier.wait(landed.index(4 * PIECES), 0)"),
-    ("(PIECES):\n", "mbarrier.wait(landed.index(OWN + k), phase)"),
-    ("(PIECES):\n", "mbarrier.wait(landed.index(OTHERS + k), phase)"),
-    ("m_max.index(0).store(higher)\n", "meet()"),
-    ("        else:\n", "mbarrier.wait(told.index(0), phase)"),
-    ("probabilities replace.\n", "meet()"),
-    ("m_p.index(own).store(b_p)\n", "fence_async_shared()"),
-    ("m_p.index(own).store(b_p)\n            fence_async_shared()\n", "meet()"),
-    ("tile is used up.\n", "meet()"),
-    ("        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
-    (".to(gl.bfloat16))\n", "fence_async_shared()"),
-    (".to(gl.bfloat16))\n            fence_async_shared()\n", "meet()"),
-    ("        else:\n", "mbarrier.wait(told.index(2), phase)"),
-    ("(PIECES):\n", "mbarrier.wait(landed.index(LAST + k), phase)"),
-    ("So is the other's.\n", "meet()"),
-    ("m_sum.index(SIDE).store(total)\n", "meet()"),
-    ("count=1)\n", "mbarrier.wait(told.index(4 - SIDE), 0)"),
+    ("one_side", "\n", "mbarrier.wait(landed.index(4 * PIECES), 0)"),
+    ("one_side", "m_max.index(0).store(higher)\n", "meet()"),
+    ("one_side", "        else:\n", "mbarrier.wait(told.index(0), phase)"),
+    ("one_side", "probabilities replace.\n", "meet()"),
+    ("one_side", "m_p.index(own).store(b_p)\n", "fence_async_shared()"),
+    ("one_side", "m_p.index(own).store(b_p)\n            fence_async_shared()\n", "meet()"),
+    ("one_side", "        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
+    ("one_side", ".to(gl.bfloat16))\n", "fence_async_shared()"),
+    ("one_side", ".to(gl.bfloat16))\n            fence_async_shared()\n", "meet()"),
+    ("one_side", "        else:\n", "mbarrier.wait(told.index(2), phase)"),
+    ("one_side", "\n", "mbarrier.wait(landed.index(LAST + k), phase)"),
+]
+IN_TURN = [
+    ("side_in_turn", "\n", "mbarrier.wait(landed.index(4 * PIECES), 0)"),
+    ("side_in_turn", "        if SIDE == 1:\n", "mbarrier.wait(told.index(0), phase)"),
+    (
+        "side_in_turn",
+        "runs.\n            for k in gl.static_range(PIECES):\n",
+        "mbarrier.wait(landed.index(LAST + k), phase)",
+    ),
+    ("side_in_turn", "probabilities replace.\n", "meet()"),
+    ("side_in_turn", "m_p.index(own).store(b_p)\n", "fence_async_shared()"),
+    ("side_in_turn", "m_p.index(own).store(b_p)\n        fence_async_shared()\n", "meet()"),
+    ("side_in_turn", "        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
+    (
+        "side_in_turn",
+        "highest = higher\n            for k in gl.static_range(PIECES):\n",
+        "mbarrier.wait(landed.index(LAST + k), phase)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("before", "left_out"), ORDER)
+@pytest.mark.parametrize(
+    ("turns", "function", "before", "left_out"),
+    [(False, *one) for one in SHARED_ORDER + ORDER]
+    + [(True, *one) for one in SHARED_ORDER + IN_TURN],
+)
 def test_whatever_is_left_out_of_the_order_is_a_race(
-    tmp_path: Path, before: str, left_out: str
+    tmp_path: Path, turns: bool, function: str, before: str, left_out: str
 ) -> None:
     """Three rounds over 300 latents: also what one of them does to the next is ordered."""
     pytest.importorskip("triton.experimental.gluon")
@@ -104,9 +129,12 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     from tests.kernels.ordering import RaceError
 
     text = Path(hopper_kernels.__file__).read_text(encoding="utf-8")
+    start = text.index(f"def {function}(")
+    end = text.index("@gluon.jit", start)
     place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
-    text, found = place.subn(r"\1pass\n", text)
+    body, found = place.subn(r"\1pass\n", text[start:end])
     assert found == 1
+    text = text[:start] + body + text[end:]
     file = tmp_path / "changed.py"
     file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("changed", file)
@@ -123,7 +151,7 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     with pytest.raises(RaceError):
         hopper_parts(
             q, latents, torch.arange(0, 320, 64)[None], torch.tensor([300]), 512, 0.05, 64,
-            HopperShape(1), results=results, launch=on_cpu,
+            HopperShape(1, turns=turns), results=results, launch=on_cpu,
         )  # fmt: skip
 
 
@@ -136,6 +164,8 @@ def test_what_the_kernel_does_not_take() -> None:
     assert hopper_takes(q, latents[:, :576].contiguous(), rows, 512, 128)
     assert not hopper_takes(q, latents[:, :576], rows, 512, 64), "rows of 1160 bytes"
     assert not hopper_takes(q, latents[:, 4:].contiguous(), rows, 512, 48), "a tile over two pages"
+    wide = torch.zeros(1, 3, 580, dtype=torch.bfloat16)
+    assert not hopper_takes(wide[..., :576], latents[:, :576].contiguous(), rows, 512, 64)
     assert not hopper_takes(q.float(), latents[:, :576].contiguous().float(), rows, 512, 64)
     assert not hopper_takes(q, latents[:, :576].contiguous(), rows.int(), 512, 64)
 
