@@ -90,19 +90,17 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
 
 
 def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape]:
-    """For 96 heads; as many parts as fill the device, and for one short sequence twice as many."""
+    """For 96 heads; as many parts as fill the device, and for one sequence 64."""
     most = max(1, 132 // (2 * batch))
     usual = min(most, length // 256)
     shapes: list[DecodeShape | HopperShape] = [
         HopperShape(usual, columns=256),
         HopperShape(usual, turns=True),
-        HopperShape(usual, columns=256, turns=True),
+        HopperShape(usual, turns=True, apart=True),
     ]
     if batch == 1:
-        shapes.append(HopperShape(usual, merged=64, turns=True))
-    if usual < most:
-        shapes.append(HopperShape(most, turns=True))
-    shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
+        shapes.append(HopperShape(64, turns=True, apart=True))
+        shapes.append(HopperShape(usual, merged=64, turns=True, apart=True))
     return {str(shape): shape for shape in shapes}
 
 

@@ -24,6 +24,7 @@ class HopperShape(NamedTuple):
     columns: int = 128
     merged: int = 128
     turns: bool = False
+    apart: bool = False
 
 
 def hopper_takes(
@@ -89,6 +90,7 @@ def hopper_parts(
         "BN": TILE,
         "W": shape.columns,
         "TURNS": shape.turns,
+        "APART": shape.apart,
         "WHOLE": shape.splits == 1,
         "PDL": early,
     }

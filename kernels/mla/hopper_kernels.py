@@ -39,6 +39,7 @@ def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.conste
 def first_tiles(
     values, shared, row_own, row_other, m_mine, m_p, landed,
     SIDE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy a side's halves of the first two tiles, of which one is its own."""
     PIECES: gl.constexpr = R // 2 // W
@@ -50,9 +51,15 @@ def first_tiles(
         column = SIDE * (R // 2) + k * W
         last = landed.index((2 * SIDE + 1) * PIECES + k)
         m_last = m_mine.index((1 - SIDE) * PIECES + k)
-        fetch(values, m_last, last, row_other, column, BN * W * 2, (k == PIECES - 1) * BN * P * 2)
-    last = landed.index((2 * SIDE + 2) * PIECES - 1)
-    begin_copy(shared, [row_other, R], last, m_p.index(1 - SIDE))
+        fetch(
+            values, m_last, last, row_other, column, BN * W * 2,
+            (k == PIECES - 1) * (1 - APART * SIDE) * BN * P * 2,
+        )  # fmt: skip
+    if APART * SIDE == 0:
+        last = landed.index((2 * SIDE + 2) * PIECES - 1)
+        begin_copy(shared, [row_other, R], last, m_p.index(1 - SIDE))
+    else:
+        fetch(shared, m_p.index(0), landed.index(4 * PIECES + 1), row_other, R, BN * P * 2, 0)
 
 
 @gluon.jit
@@ -101,7 +108,7 @@ def write_piece(
 @gluon.jit
 def begin_scores(
     m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero,
-    SIDE: gl.constexpr, PIECES: gl.constexpr,
+    SIDE: gl.constexpr, PIECES: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Begin the scores of a side's tile, its pieces in the order in which they land."""
     s = zero
@@ -113,6 +120,8 @@ def begin_scores(
         mbarrier.wait(landed.index((3 - 2 * SIDE) * PIECES + k), phase)
         b_k = m_others.index(own * PIECES + k).permute((1, 0))
         s = warpgroup_mma(m_q.index(other * PIECES + k), b_k, s, is_async=True)
+    if APART * (1 - SIDE) == 1:
+        mbarrier.wait(landed.index(4 * PIECES + 1), phase)
     return warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
 
 
@@ -139,11 +148,12 @@ def begin_mixtures(left, m_tile, tile, mixed, PIECES: gl.constexpr):
 @gluon.jit
 def end_mixtures(
     products, values, shared, m_tile, m_p, landed, tile, row, more, SIDE: gl.constexpr,
-    OWN: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
+    OWN: gl.constexpr, KEYS: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
     """Wait for products; if there is more, begin to copy what is next to where each has read.
 
-    Behind the other side's tile comes the shared part of this side's half of that.
+    With KEYS the shared part of the tile's keys comes behind.
     """
     PIECES: gl.constexpr = R // 2 // W
     FIRST: gl.constexpr = (2 * SIDE if OWN else 2 * SIDE + 1) * PIECES
@@ -156,9 +166,9 @@ def end_mixtures(
             fetch(
                 values, m_tile.index(tile * PIECES + k), landed.index(FIRST + k), row,
                 SIDE * (R // 2) + k * W, BN * W * 2,
-                (k == PIECES - 1) * (not OWN) * BN * P * 2,
+                (k == PIECES - 1) * KEYS * BN * P * 2,
             )  # fmt: skip
-    if not OWN:
+    if KEYS:
         if more:
             begin_copy(shared, [row, R], landed.index(FIRST + PIECES - 1), m_p.index(tile))
     return mixed
@@ -270,7 +280,8 @@ def one_side(
         next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
         next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
         s = begin_scores(
-            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES
+            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES,
+            False,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, [s])
         left = end - at - SIDE * BN
@@ -305,7 +316,7 @@ def one_side(
         products = begin_mixtures(left_p, m_mine, own, mixed, PIECES)
         mixed = end_mixtures(
             products, values, shared, m_mine, m_p, landed, own, next_own, j + 1 < pairs, SIDE, True,
-            R, P, BN, W,
+            False, R, P, BN, W,
         )  # fmt: skip
         if SIDE == 0:
             mbarrier.wait(told.index(1), phase)
@@ -330,7 +341,7 @@ def one_side(
         products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
         mixed = end_mixtures(
             products, values, shared, m_mine, m_p, landed, other, next_other, j + 1 < pairs, SIDE,
-            False, R, P, BN, W,
+            False, True, R, P, BN, W,
         )  # fmt: skip
     end_side(
         highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
@@ -353,6 +364,7 @@ def side_in_turn(
     m_mine,
     m_others,
     m_p,
+    m_first,
     m_max,
     m_sum,
     landed,
@@ -372,6 +384,7 @@ def side_in_turn(
     BN: gl.constexpr,
     W: gl.constexpr,
     WHOLE: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """What four warps do: the scores of every second tile, and half of the channels of all values.
 
@@ -414,7 +427,8 @@ def side_in_turn(
         next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
         left, left_other = end - at - SIDE * BN, end - at - (1 - SIDE) * BN
         s = begin_scores(
-            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES
+            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES,
+            APART,
         )  # fmt: skip
         if SIDE == 1:
             mbarrier.wait(told.index(0), phase)
@@ -431,7 +445,7 @@ def side_in_turn(
             if left_other < BN:
                 for k in gl.static_range(PIECES):
                     zero_rows(m_mine.index(other * PIECES + k), left_other, BN, W)
-            products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
+            products = begin_mixtures(m_first.index(none), m_mine, other, mixed, PIECES)
         if left < BN:
             s = gl.where((o_n < left)[None, :], s, float("-inf"))
             for k in gl.static_range(PIECES):
@@ -442,7 +456,14 @@ def side_in_turn(
         # By now all four warps have read the keys that the probabilities replace.
         meet()
         m_max.index(SIDE).store(higher)
-        m_p.index(own).store(b_p)
+        if SIDE == 0:
+            m_first.index(none).store(b_p)
+            if APART:
+                if more:
+                    keys = landed.index(4 * PIECES + 1)
+                    fetch(shared, m_p.index(none), keys, next_own, R, BN * P * 2, 0)
+        else:
+            m_p.index(own).store(b_p)
         fence_async_shared()
         meet()
         mbarrier.arrive(told.index(SIDE), count=1)
@@ -453,13 +474,13 @@ def side_in_turn(
         if SIDE == 1:
             mixed = end_mixtures(
                 products, values, shared, m_mine, m_p, landed, other, next_other, more, SIDE,
-                False, R, P, BN, W,
+                False, not APART, R, P, BN, W,
             )  # fmt: skip
         mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
         products = begin_mixtures(left_p, m_mine, own, mixed, PIECES)
         mixed = end_mixtures(
-            products, values, shared, m_mine, m_p, landed, own, next_own, more, SIDE, True, R, P,
-            BN, W,
+            products, values, shared, m_mine, m_p, landed, own, next_own, more, SIDE, True,
+            False, R, P, BN, W,
         )  # fmt: skip
         if SIDE == 0:
             mbarrier.wait(told.index(1), phase)
@@ -476,7 +497,7 @@ def side_in_turn(
             products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
             mixed = end_mixtures(
                 products, values, shared, m_mine, m_p, landed, other, next_other, more, SIDE,
-                False, R, P, BN, W,
+                False, True, R, P, BN, W,
             )  # fmt: skip
     end_side(
         highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
@@ -507,6 +528,7 @@ def mla_decode_sides_kernel(
     BN: gl.constexpr,
     W: gl.constexpr,
     TURNS: gl.constexpr,
+    APART: gl.constexpr,
     WHOLE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -530,7 +552,7 @@ def mla_decode_sides_kernel(
     length = gl.load(lengths + i_b).to(gl.int32)
     landed = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4 * PIECES + 1):
+    for i in gl.static_range(4 * PIECES + 2):
         mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(5):
         mbarrier.init(told.index(i), count=1)
@@ -555,8 +577,11 @@ def mla_decode_sides_kernel(
     if start < end:
         row_0 = tile_row(p_rows, s_page, start, end, rows_end, PAGE)
         row_1 = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
-        first_tiles(values, shared, row_0, row_1, m_left, m_p, landed, 0, R, P, BN, W)
-        first_tiles(values, shared, row_1, row_0, m_right, m_p, landed, 1, R, P, BN, W)
+        first_tiles(values, shared, row_0, row_1, m_left, m_p, landed, 0, R, P, BN, W, APART)
+        first_tiles(values, shared, row_1, row_0, m_right, m_p, landed, 1, R, P, BN, W, APART)
+    m_first = m_p
+    if APART:
+        m_first = gl.allocate_shared_memory(gl.bfloat16, [1, BH, BN], TILE)
     if TURNS:
         gl.warp_specialize(
             [
@@ -564,16 +589,16 @@ def mla_decode_sides_kernel(
                     side_in_turn,
                     (
                         values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
-                        m_right, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE,
+                        m_right, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE, APART,
                     ),
                 ),
                 (
                     side_in_turn,
                     (
                         values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
-                        m_left, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE,
+                        m_left, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE, APART,
                     ),
                 ),
             ],

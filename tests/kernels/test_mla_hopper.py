@@ -19,16 +19,17 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("columns", "turns"), [(128, False), (256, False), (128, True), (256, True)]
+    ("columns", "turns", "apart"),
+    [(128, 0, 0), (256, 0, 0), (128, 1, 0), (256, 1, 0), (128, 1, 1), (256, 1, 1)],
 )
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
-def test_kernel_is_its_reference(splits: int, columns: int, turns: bool) -> None:
+def test_kernel_is_its_reference(splits: int, columns: int, turns: int, apart: int) -> None:
     """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts, hopper_takes
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
-    shape = HopperShape(splits, columns, turns=turns)
+    shape = HopperShape(splits, columns, turns=bool(turns), apart=bool(apart))
     torch.manual_seed(splits)
     random.seed(splits)
     lengths = torch.tensor([1, 0, 64, 65, 3 * PAGE - 1, 129, 256])
@@ -102,8 +103,8 @@ IN_TURN = [
         "mbarrier.wait(landed.index(LAST + k), phase)",
     ),
     ("side_in_turn", "probabilities replace.\n", "meet()"),
-    ("side_in_turn", "m_p.index(own).store(b_p)\n", "fence_async_shared()"),
-    ("side_in_turn", "m_p.index(own).store(b_p)\n        fence_async_shared()\n", "meet()"),
+    ("side_in_turn", ".store(b_p)\n", "fence_async_shared()"),
+    ("side_in_turn", ".store(b_p)\n        fence_async_shared()\n", "meet()"),
     ("side_in_turn", "        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
     (
         "side_in_turn",
@@ -111,15 +112,17 @@ IN_TURN = [
         "mbarrier.wait(landed.index(LAST + k), phase)",
     ),
 ]
+APART = [("begin_scores", "\n", "mbarrier.wait(landed.index(4 * PIECES + 1), phase)")]
 
 
 @pytest.mark.parametrize(
-    ("turns", "function", "before", "left_out"),
-    [(False, *one) for one in SHARED_ORDER + ORDER]
-    + [(True, *one) for one in SHARED_ORDER + IN_TURN],
+    ("turns", "apart", "function", "before", "left_out"),
+    [(False, False, *one) for one in SHARED_ORDER + ORDER]
+    + [(True, False, *one) for one in SHARED_ORDER + IN_TURN]
+    + [(True, True, *one) for one in SHARED_ORDER + IN_TURN + APART],
 )
 def test_whatever_is_left_out_of_the_order_is_a_race(
-    tmp_path: Path, turns: bool, function: str, before: str, left_out: str
+    tmp_path: Path, turns: bool, apart: bool, function: str, before: str, left_out: str
 ) -> None:
     """Three rounds over 300 latents: also what one of them does to the next is ordered."""
     pytest.importorskip("triton.experimental.gluon")
@@ -151,7 +154,7 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     with pytest.raises(RaceError):
         hopper_parts(
             q, latents, torch.arange(0, 320, 64)[None], torch.tensor([300]), 512, 0.05, 64,
-            HopperShape(1, turns=turns), results=results, launch=on_cpu,
+            HopperShape(1, turns=turns, apart=apart), results=results, launch=on_cpu,
         )  # fmt: skip
 
 
