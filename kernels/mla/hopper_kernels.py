@@ -5,7 +5,7 @@ tiles, so a tile is one run of rows, which the copy engine fetches by itself. Tw
 the queries of 64 heads; what counts is that the next copy begins as soon as a tile is used up.
 """
 # ruff: noqa: ANN001, ANN201, SIM102
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,30 +36,27 @@ def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.conste
 
 
 @gluon.jit
-def first_tiles(
-    values, shared, row_own, row_other, m_mine, m_p, landed,
-    SIDE: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
-    APART: gl.constexpr,
+def first_tile(
+    values, shared, row, m_own, m_last, m_p, landed, TILE: gl.constexpr, R: gl.constexpr,
+    P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a side's halves of the first two tiles, of which one is its own."""
+    """Begin to copy tile 0 or 1: one half is for the side of that number, one for the other."""
     PIECES: gl.constexpr = R // 2 // W
     for k in gl.static_range(PIECES):
-        column = SIDE * (R // 2) + k * W
-        own = landed.index(2 * SIDE * PIECES + k)
-        fetch(values, m_mine.index(SIDE * PIECES + k), own, row_own, column, BN * W * 2, 0)
+        own = landed.index(2 * TILE * PIECES + k)
+        column = TILE * (R // 2) + k * W
+        fetch(values, m_own.index(TILE * PIECES + k), own, row, column, BN * W * 2, 0)
     for k in gl.static_range(PIECES):
-        column = SIDE * (R // 2) + k * W
-        last = landed.index((2 * SIDE + 1) * PIECES + k)
-        m_last = m_mine.index((1 - SIDE) * PIECES + k)
+        last = landed.index((3 - 2 * TILE) * PIECES + k)
+        column = (1 - TILE) * (R // 2) + k * W
         fetch(
-            values, m_last, last, row_other, column, BN * W * 2,
-            (k == PIECES - 1) * (1 - APART * SIDE) * BN * P * 2,
+            values, m_last.index(TILE * PIECES + k), last, row, column, BN * W * 2,
+            (k == PIECES - 1) * (1 - APART * (1 - TILE)) * BN * P * 2,
         )  # fmt: skip
-    if APART * SIDE == 0:
-        last = landed.index((2 * SIDE + 2) * PIECES - 1)
-        begin_copy(shared, [row_other, R], last, m_p.index(1 - SIDE))
+    if APART * (1 - TILE) == 0:
+        begin_copy(shared, [row, R], landed.index((4 - 2 * TILE) * PIECES - 1), m_p.index(TILE))
     else:
-        fetch(shared, m_p.index(0), landed.index(4 * PIECES + 1), row_other, R, BN * P * 2, 0)
+        fetch(shared, m_p.index(0), landed.index(4 * PIECES + 1), row, R, BN * P * 2, 0)
 
 
 @gluon.jit
@@ -577,8 +574,8 @@ def mla_decode_sides_kernel(
     if start < end:
         row_0 = tile_row(p_rows, s_page, start, end, rows_end, PAGE)
         row_1 = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
-        first_tiles(values, shared, row_0, row_1, m_left, m_p, landed, 0, R, P, BN, W, APART)
-        first_tiles(values, shared, row_1, row_0, m_right, m_p, landed, 1, R, P, BN, W, APART)
+        first_tile(values, shared, row_0, m_left, m_right, m_p, landed, 0, R, P, BN, W, APART)
+        first_tile(values, shared, row_1, m_right, m_left, m_p, landed, 1, R, P, BN, W, APART)
     m_first = m_p
     if APART:
         m_first = gl.allocate_shared_memory(gl.bfloat16, [1, BH, BN], TILE)
