@@ -93,14 +93,17 @@ def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperSha
     """For 96 heads; as many parts as fill the device, and for one sequence 64."""
     most = max(1, 132 // (2 * batch))
     usual = min(most, length // 256)
-    shapes: list[DecodeShape | HopperShape] = [
-        HopperShape(usual, columns=256),
-        HopperShape(usual, turns=True),
-        HopperShape(usual, turns=True, apart=True),
-    ]
+    shapes: list[DecodeShape | HopperShape] = [HopperShape(usual, ahead=True)]
     if batch == 1:
-        shapes.append(HopperShape(64, turns=True, apart=True))
-        shapes.append(HopperShape(usual, merged=64, turns=True, apart=True))
+        shapes += [
+            HopperShape(min(usual, 64), merged=32),
+            HopperShape(min(usual, 64), merged=32, late=True),
+            HopperShape(usual, columns=256),
+            HopperShape(usual, turns=True, apart=True),
+        ]
+    else:
+        shapes.append(HopperShape(usual, apart=True))
+        shapes.append(HopperShape(usual, apart=True, ahead=True))
     return {str(shape): shape for shape in shapes}
 
 

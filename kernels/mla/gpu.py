@@ -175,18 +175,20 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    dtype = torch.bfloat16 if isinstance(layout, HopperShape) else torch.float32
-    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
-    sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
     args = (q, latents, rows, lengths, latent_width, scale, page)
     early = begins_early(q)
+    sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
     if isinstance(layout, HopperShape):
         if not hopper_takes(q, latents, rows, latent_width, page):
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
+        parts = out if whole else q.new_empty(batch, splits, heads, latent_width)
         hopper_parts(*args, layout, results=(parts, sums), early=early)
         if not whole:
             _merge_once(parts, sums, out, layout.merged, early=early)
         return out
+    parts = out
+    if not whole:
+        parts = q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
     _decode_parts(*args, layout, results=(out, parts, sums))
     if not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
@@ -210,11 +212,11 @@ def mla_decode(
 def _merge_once(
     parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, most: int, *, early: bool
 ) -> None:
-    """Add parts [B, H, SPLITS, R]; each has a weight [B, H, SPLITS], empty ones -inf.
+    """Add parts [B, SPLITS, H, R]; each has a weight [B, H, SPLITS], that of zeros -inf.
 
     A program has ``most`` channels, or as many more as leave it 2,048 numbers; a warp has those.
     """
-    batch, heads, splits, width = parts.shape
+    batch, splits, heads, width = parts.shape
     slots = triton.next_power_of_2(splits)
     channels = min(width, max(most, _OF_WARP // slots))
     mla_merge_once_kernel[(heads, batch, width // channels)](

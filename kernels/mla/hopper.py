@@ -22,9 +22,11 @@ class HopperShape(NamedTuple):
 
     splits: int
     columns: int = 128
-    merged: int = 128
+    merged: int = 64
     turns: bool = False
     apart: bool = False
+    ahead: bool = False
+    late: bool = False
 
 
 def hopper_takes(
@@ -58,7 +60,7 @@ def hopper_parts(
     early: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> None:
-    """Fill results: parts [B, H, SPLITS, R], which may be the result, and weights [B, H, SPLITS].
+    """Fill results: parts [B, SPLITS, H, R], which may be the result, and weights [B, H, SPLITS].
 
     ``early``: the launch may begin beside the one before. ``launch`` takes kernel, grid and
     arguments; None starts it on the device.
@@ -73,6 +75,7 @@ def hopper_parts(
         (queries, [HEADS, shared]),
     )
     args: tuple[Any, ...] = (
+        latents,
         rows,
         lengths,
         *results,
@@ -91,6 +94,8 @@ def hopper_parts(
         "W": shape.columns,
         "TURNS": shape.turns,
         "APART": shape.apart,
+        "LATE": shape.late,
+        "AHEAD": shape.ahead and latents.stride(0) == width,
         "WHOLE": shape.splits == 1,
         "PDL": early,
     }

@@ -35,6 +35,22 @@ def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.conste
     begin_copy(desc, [row, column], landed, target)
 
 
+ASK = gl.constexpr(
+    "{ .reg .pred one; .reg .u32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
+    "setp.eq.u32 one, thread, 0; @one cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
+
+@gluon.jit
+def ask_ahead(latents, p_rows, s_page, at, end, PAGE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
+    """Have the tile at ``at`` brought to the L2 cache; its rows of D channels lie in one run."""
+    if at < end:
+        row = gl.load(p_rows + at // PAGE * s_page) + at % PAGE
+        gl.inline_asm_elementwise(
+            ASK, "=r,l,r", [latents + row * D, BN * D * 2], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
 @gluon.jit
 def first_tile(
     values, shared, row, m_own, m_last, m_p, landed, TILE: gl.constexpr, R: gl.constexpr,
@@ -87,19 +103,19 @@ def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def write_piece(
-    m_piece, mixed, target, i_b, i_h, i_s, H, SPLITS, there, COLUMN: gl.constexpr,
-    R: gl.constexpr, BH: gl.constexpr, W: gl.constexpr,
+    m_piece, mixed, target, i_b, i_h, i_s, H, SPLITS, COLUMN: gl.constexpr, R: gl.constexpr,
+    BH: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """W channels to [B, H, SPLITS, R], whole sectors at a time, by way of a tile that is done."""
+    """W channels to [B, SPLITS, H, R], whole sectors at a time, by way of a tile that is done."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     m_piece.store(mixed.to(gl.bfloat16))
     o_h = i_h * BH + gl.arange(0, BH, gl.SliceLayout(1, ROWS))
-    part = (i_b * H + o_h) * SPLITS + i_s
+    part = (i_b * SPLITS + i_s) * H + o_h
     o_r = COLUMN + gl.arange(0, 64, gl.SliceLayout(0, ROWS))
     for k in gl.static_range(W // 64):
         b_x = m_piece.slice(k * 64, 64, dim=1).load(ROWS)
         p_target = target + part[:, None] * R + (k * 64 + o_r)[None, :]
-        gl.store(p_target, b_x, mask=(o_h < H)[:, None] & there)
+        gl.store(p_target, b_x, mask=(o_h < H)[:, None])
 
 
 @gluon.jit
@@ -173,7 +189,7 @@ def end_mixtures(
 
 @gluon.jit
 def end_side(
-    highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS, there,
+    highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
     SIDE: gl.constexpr, TOLD: gl.constexpr, R: gl.constexpr, BH: gl.constexpr, W: gl.constexpr,
     WHOLE: gl.constexpr, ROW: gl.constexpr, ROW_O: gl.constexpr,
 ):  # fmt: skip
@@ -189,11 +205,11 @@ def end_side(
     for k in gl.static_range(PIECES):
         write_piece(
             m_mine.index(SIDE * PIECES + k), mixed[k] * share, parts, i_b, i_h, i_s, H, SPLITS,
-            WHOLE | there, SIDE * (R // 2) + k * W, R, BH, W,
+            SIDE * (R // 2) + k * W, R, BH, W,
         )  # fmt: skip
     if SIDE == 0:
         if not WHOLE:
-            # Of a part that is empty there is only the weight, and that is nothing.
+            # A part that is empty is zeros, and its weight is that of nothing.
             o_w = i_h * BH + gl.arange(0, BH, ROW)
             p_weights = weights + (i_b * H + o_w) * SPLITS + i_s
             gl.store(p_weights, highest + gl.log2(total), mask=o_w < H)
@@ -203,6 +219,8 @@ def end_side(
 def one_side(
     values,
     shared,
+    latents,
+    ahead,
     p_rows,
     s_page,
     rows_end,
@@ -214,6 +232,7 @@ def one_side(
     m_mine,
     m_others,
     m_p,
+    m_first,
     m_max,
     m_sum,
     landed,
@@ -233,6 +252,7 @@ def one_side(
     BN: gl.constexpr,
     W: gl.constexpr,
     WHOLE: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """What four warps do: the scores of every second tile, and half of the channels of all values.
 
@@ -274,11 +294,13 @@ def one_side(
         none = j >> 30
         at = start + j * 2 * BN
         own, other = SIDE + none, 1 - SIDE + none
+        if ahead:
+            ask_ahead(latents, p_rows, s_page, at + (4 + SIDE) * BN, end, PAGE, BN, R + P)
         next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
         next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
         s = begin_scores(
             m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES,
-            False,
+            APART,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, [s])
         left = end - at - SIDE * BN
@@ -292,6 +314,10 @@ def one_side(
             m_max.index(0).store(higher)
             meet()
             mbarrier.arrive(told.index(0), count=1)
+            if APART:
+                if j + 1 < pairs:
+                    keys = landed.index(4 * PIECES + 1)
+                    fetch(shared, m_p.index(none), keys, next_own, R, BN * P * 2, 0)
             p = gl.exp2(s * scale - higher[:, None])
             b_p = p.to(gl.bfloat16)
         else:
@@ -320,7 +346,7 @@ def one_side(
             highest = m_max.index(1).load(ROW)
             kept = gl.exp2(higher - highest)
             total = total * kept
-            m_p.index(own).store((p * kept[:, None]).to(gl.bfloat16))
+            m_first.index(none).store((p * kept[:, None]).to(gl.bfloat16))
             fence_async_shared()
             meet()
             mbarrier.arrive(told.index(2), count=1)
@@ -335,14 +361,17 @@ def one_side(
         if left < BN:
             for k in gl.static_range(PIECES):
                 zero_rows(m_mine.index(other * PIECES + k), left, BN, W)
-        products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
+        if SIDE == 0:
+            products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
+        else:
+            products = begin_mixtures(m_first.index(none), m_mine, other, mixed, PIECES)
         mixed = end_mixtures(
             products, values, shared, m_mine, m_p, landed, other, next_other, j + 1 < pairs, SIDE,
-            False, True, R, P, BN, W,
+            False, (SIDE == 0) or not APART, R, P, BN, W,
         )  # fmt: skip
     end_side(
         highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
-        start < end, SIDE, 3, R, BH, W, WHOLE, ROW, ROW_O,
+        SIDE, 3, R, BH, W, WHOLE, ROW, ROW_O,
     )  # fmt: skip
 
 
@@ -350,6 +379,8 @@ def one_side(
 def side_in_turn(
     values,
     shared,
+    latents,
+    ahead,
     p_rows,
     s_page,
     rows_end,
@@ -420,6 +451,8 @@ def side_in_turn(
         at = start + j * 2 * BN
         more = j + 1 < pairs
         own, other = SIDE + none, 1 - SIDE + none
+        if ahead:
+            ask_ahead(latents, p_rows, s_page, at + (4 + SIDE) * BN, end, PAGE, BN, R + P)
         next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
         next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
         left, left_other = end - at - SIDE * BN, end - at - (1 - SIDE) * BN
@@ -498,7 +531,7 @@ def side_in_turn(
             )  # fmt: skip
     end_side(
         highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
-        start < end, SIDE, 2, R, BH, W, WHOLE, ROW, ROW_O,
+        SIDE, 2, R, BH, W, WHOLE, ROW, ROW_O,
     )  # fmt: skip
 
 
@@ -508,6 +541,7 @@ def mla_decode_sides_kernel(
     shared,
     q_values,
     q_shared,
+    latents,
     rows,
     lengths,
     parts,
@@ -526,19 +560,21 @@ def mla_decode_sides_kernel(
     W: gl.constexpr,
     TURNS: gl.constexpr,
     APART: gl.constexpr,
+    AHEAD: gl.constexpr,
+    LATE: gl.constexpr,
     WHOLE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """BH heads of one sequence over one part of its context, two tiles at a time: ``one_side``.
 
     ``values`` and ``shared`` describe blocks [BN, W] and [BN, P] of the latents, ``q_values`` and
-    ``q_shared`` [BH, W] and [BH, P] of the queries [B H, R + P]. ``parts`` [B, H, SPLITS, R] are
-    bfloat16; with WHOLE they are the result, else empty ones are left as they are, but have a
-    weight too, that of nothing. For the rest see ``mla_decode_kernel``. After FlashMLA's schedule
-    for Hopper.
+    ``q_shared`` [BH, W] and [BH, P] of the queries [B H, R + P]. ``parts`` [B, SPLITS, H, R] are
+    bfloat16; with WHOLE they are the result, else empty ones are zeros, with the weight of nothing.
+    For the rest see ``mla_decode_kernel``. After FlashMLA's schedule for Hopper.
     """
     if PDL:
-        let_next_begin()
+        if not LATE:
+            let_next_begin()
         wait_for_inputs()
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -547,7 +583,7 @@ def mla_decode_sides_kernel(
     i_b = gl.program_id(1).to(gl.int64)
     i_s = gl.program_id(2)
     length = gl.load(lengths + i_b).to(gl.int32)
-    landed = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4 * PIECES + 2):
         mbarrier.init(landed.index(i), count=1)
@@ -567,15 +603,23 @@ def mla_decode_sides_kernel(
     first_queries(
         q_values, q_shared, first, m_q, m_qp, landed.index(4 * PIECES), R, P, BH, W
     )  # fmt: skip
-    share = gl.cdiv(gl.cdiv(length, SPLITS), BN) * BN
-    start = share * i_s
-    end = gl.minimum(start + share, length)
+    # Tiles are spread evenly: no program has more than one above another.
+    tiles = gl.cdiv(length, BN)
+    start = tiles * i_s // SPLITS * BN
+    end = gl.minimum(tiles * (i_s + 1) // SPLITS * BN, length)
     p_rows = rows + i_b * s_rows
     if start < end:
         row_0 = tile_row(p_rows, s_page, start, end, rows_end, PAGE)
         row_1 = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
         first_tile(values, shared, row_0, m_left, m_right, m_p, landed, 0, R, P, BN, W, APART)
         first_tile(values, shared, row_1, m_right, m_left, m_p, landed, 1, R, P, BN, W, APART)
+    # The programs of other heads read the same latents, so one asks for all.
+    ahead = False
+    if AHEAD:
+        ahead = i_h == 0
+        if ahead:
+            ask_ahead(latents, p_rows, s_page, start + 2 * BN, end, PAGE, BN, R + P)
+            ask_ahead(latents, p_rows, s_page, start + 3 * BN, end, PAGE, BN, R + P)
     m_first = m_p
     if APART:
         m_first = gl.allocate_shared_memory(gl.bfloat16, [1, BH, BN], TILE)
@@ -585,7 +629,7 @@ def mla_decode_sides_kernel(
                 (
                     side_in_turn,
                     (
-                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
+                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
                         m_right, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
                         SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE, APART,
                     ),
@@ -593,7 +637,7 @@ def mla_decode_sides_kernel(
                 (
                     side_in_turn,
                     (
-                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
+                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
                         m_left, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
                         SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE, APART,
                     ),
@@ -608,17 +652,17 @@ def mla_decode_sides_kernel(
                 (
                     one_side,
                     (
-                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
-                        m_right, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE,
+                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
+                        m_right, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE, APART,
                     ),
                 ),
                 (
                     one_side,
                     (
-                        values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
-                        m_left, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE,
+                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
+                        m_left, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE, APART,
                     ),
                 ),
             ],
