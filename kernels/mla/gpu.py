@@ -184,7 +184,7 @@ def mla_decode(
         parts = out if whole else q.new_empty(batch, splits, heads, latent_width)
         hopper_parts(*args, layout, results=(parts, sums), early=early)
         if not whole:
-            _merge_once(parts, sums, out, layout.merged, early=early)
+            _merge_once(parts, sums, out, early=early)
         return out
     parts = out
     if not whole:
@@ -210,15 +210,15 @@ def mla_decode(
 
 
 def _merge_once(
-    parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, most: int, *, early: bool
+    parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, early: bool
 ) -> None:
     """Add parts [B, SPLITS, H, R]; each has a weight [B, H, SPLITS], that of zeros -inf.
 
-    A program has ``most`` channels, or as many more as leave it 2,048 numbers; a warp has those.
+    Programs are single warps: no barriers, and the device is filled evenly.
     """
     batch, splits, heads, width = parts.shape
     slots = triton.next_power_of_2(splits)
-    channels = min(width, max(most, _OF_WARP // slots))
+    channels = min(width, max(16, _OF_WARP // slots))
     mla_merge_once_kernel[(heads, batch, width // channels)](
         parts,
         weights,
@@ -228,7 +228,7 @@ def _merge_once(
         BR=channels,
         BS=slots,
         PDL=early,
-        num_warps=max(1, slots * channels // _OF_WARP),
+        num_warps=1,
         launch_pdl=early,
     )
 
@@ -417,7 +417,8 @@ def _best_shape(
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)
         splits = max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE))))
-        return HopperShape(splits)
+        # 64 or 32 and not a few more, which would leave half of the launch that adds them idle.
+        return HopperShape(splits // 32 * 32 or splits)
     return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
 
 

@@ -10,23 +10,17 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HEADS, TILE = 64, 64
-"""Of a program: rows of the queries, latents of a tile."""
+HEADS, TILE, COLUMNS = 64, 64, 128
+"""Of a program: rows of the queries, latents of a tile; channels of a copy and its product."""
 
 _COPY_ALIGNMENT = 16
 """Bytes: of an address and of the way from one row to the next, for the copy engine."""
 
 
 class HopperShape(NamedTuple):
-    """Parts of a context; channels of a product's piece; channels of a program that adds parts."""
+    """Parts of a context."""
 
     splits: int
-    columns: int = 128
-    merged: int = 64
-    turns: bool = False
-    apart: bool = False
-    ahead: bool = False
-    late: bool = False
 
 
 def hopper_takes(
@@ -69,13 +63,12 @@ def hopper_parts(
     grid = (-(-heads // HEADS), batch, shape.splits)
     queries, shared = q.flatten(0, 1), width - latent_width
     described = (
-        (latents, [TILE, shape.columns]),
+        (latents, [TILE, COLUMNS]),
         (latents, [TILE, shared]),
-        (queries, [HEADS, shape.columns]),
+        (queries, [HEADS, COLUMNS]),
         (queries, [HEADS, shared]),
     )
     args: tuple[Any, ...] = (
-        latents,
         rows,
         lengths,
         *results,
@@ -91,11 +84,7 @@ def hopper_parts(
         "PAGE": page,
         "BH": HEADS,
         "BN": TILE,
-        "W": shape.columns,
-        "TURNS": shape.turns,
-        "APART": shape.apart,
-        "LATE": shape.late,
-        "AHEAD": shape.ahead and latents.stride(0) == width,
+        "W": COLUMNS,
         "WHOLE": shape.splits == 1,
         "PDL": early,
     }

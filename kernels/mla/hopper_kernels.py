@@ -35,26 +35,10 @@ def fetch(desc, target, landed, row, column, SIZE: gl.constexpr, MORE: gl.conste
     begin_copy(desc, [row, column], landed, target)
 
 
-ASK = gl.constexpr(
-    "{ .reg .pred one; .reg .u32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
-    "setp.eq.u32 one, thread, 0; @one cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
-
-
-@gluon.jit
-def ask_ahead(latents, p_rows, s_page, at, end, PAGE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
-    """Have the tile at ``at`` brought to the L2 cache; its rows of D channels lie in one run."""
-    if at < end:
-        row = gl.load(p_rows + at // PAGE * s_page) + at % PAGE
-        gl.inline_asm_elementwise(
-            ASK, "=r,l,r", [latents + row * D, BN * D * 2], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
 @gluon.jit
 def first_tile(
     values, shared, row, m_own, m_last, m_p, landed, TILE: gl.constexpr, R: gl.constexpr,
-    P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, APART: gl.constexpr,
+    P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy tile 0 or 1: one half is for the side of that number, one for the other."""
     PIECES: gl.constexpr = R // 2 // W
@@ -67,12 +51,9 @@ def first_tile(
         column = (1 - TILE) * (R // 2) + k * W
         fetch(
             values, m_last.index(TILE * PIECES + k), last, row, column, BN * W * 2,
-            (k == PIECES - 1) * (1 - APART * (1 - TILE)) * BN * P * 2,
+            (k == PIECES - 1) * BN * P * 2,
         )  # fmt: skip
-    if APART * (1 - TILE) == 0:
-        begin_copy(shared, [row, R], landed.index((4 - 2 * TILE) * PIECES - 1), m_p.index(TILE))
-    else:
-        fetch(shared, m_p.index(0), landed.index(4 * PIECES + 1), row, R, BN * P * 2, 0)
+    begin_copy(shared, [row, R], landed.index((4 - 2 * TILE) * PIECES - 1), m_p.index(TILE))
 
 
 @gluon.jit
@@ -121,7 +102,7 @@ def write_piece(
 @gluon.jit
 def begin_scores(
     m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero,
-    SIDE: gl.constexpr, PIECES: gl.constexpr, APART: gl.constexpr,
+    SIDE: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Begin the scores of a side's tile, its pieces in the order in which they land."""
     s = zero
@@ -133,8 +114,6 @@ def begin_scores(
         mbarrier.wait(landed.index((3 - 2 * SIDE) * PIECES + k), phase)
         b_k = m_others.index(own * PIECES + k).permute((1, 0))
         s = warpgroup_mma(m_q.index(other * PIECES + k), b_k, s, is_async=True)
-    if APART * (1 - SIDE) == 1:
-        mbarrier.wait(landed.index(4 * PIECES + 1), phase)
     return warpgroup_mma(m_qp.index(none), m_p.index(own).permute((1, 0)), s, is_async=True)
 
 
@@ -161,12 +140,11 @@ def begin_mixtures(left, m_tile, tile, mixed, PIECES: gl.constexpr):
 @gluon.jit
 def end_mixtures(
     products, values, shared, m_tile, m_p, landed, tile, row, more, SIDE: gl.constexpr,
-    OWN: gl.constexpr, KEYS: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr,
-    W: gl.constexpr,
+    OWN: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Wait for products; if there is more, begin to copy what is next to where each has read.
 
-    With KEYS the shared part of the tile's keys comes behind.
+    Behind the other side's tile comes the shared part of its keys.
     """
     PIECES: gl.constexpr = R // 2 // W
     FIRST: gl.constexpr = (2 * SIDE if OWN else 2 * SIDE + 1) * PIECES
@@ -179,9 +157,9 @@ def end_mixtures(
             fetch(
                 values, m_tile.index(tile * PIECES + k), landed.index(FIRST + k), row,
                 SIDE * (R // 2) + k * W, BN * W * 2,
-                (k == PIECES - 1) * KEYS * BN * P * 2,
+                (k == PIECES - 1) * (not OWN) * BN * P * 2,
             )  # fmt: skip
-    if KEYS:
+    if not OWN:
         if more:
             begin_copy(shared, [row, R], landed.index(FIRST + PIECES - 1), m_p.index(tile))
     return mixed
@@ -190,15 +168,15 @@ def end_mixtures(
 @gluon.jit
 def end_side(
     highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
-    SIDE: gl.constexpr, TOLD: gl.constexpr, R: gl.constexpr, BH: gl.constexpr, W: gl.constexpr,
+    SIDE: gl.constexpr, R: gl.constexpr, BH: gl.constexpr, W: gl.constexpr,
     WHOLE: gl.constexpr, ROW: gl.constexpr, ROW_O: gl.constexpr,
 ):  # fmt: skip
     """Add both sides' sums; write the side's half of the channels, and side 0 the weight."""
     PIECES: gl.constexpr = R // 2 // W
     m_sum.index(SIDE).store(total)
     meet()
-    mbarrier.arrive(told.index(TOLD + SIDE), count=1)
-    mbarrier.wait(told.index(TOLD + 1 - SIDE), 0)
+    mbarrier.arrive(told.index(3 + SIDE), count=1)
+    mbarrier.wait(told.index(4 - SIDE), 0)
     total = total + m_sum.index(1 - SIDE).load(ROW)
     # Of somebody's part there is at least its highest score, which adds 1; padding gets zeros.
     share = gl.convert_layout(1.0 / gl.maximum(total, 1.0), ROW_O)[:, None]
@@ -219,8 +197,6 @@ def end_side(
 def one_side(
     values,
     shared,
-    latents,
-    ahead,
     p_rows,
     s_page,
     rows_end,
@@ -232,7 +208,6 @@ def one_side(
     m_mine,
     m_others,
     m_p,
-    m_first,
     m_max,
     m_sum,
     landed,
@@ -252,7 +227,6 @@ def one_side(
     BN: gl.constexpr,
     W: gl.constexpr,
     WHOLE: gl.constexpr,
-    APART: gl.constexpr,
 ):
     """What four warps do: the scores of every second tile, and half of the channels of all values.
 
@@ -294,13 +268,10 @@ def one_side(
         none = j >> 30
         at = start + j * 2 * BN
         own, other = SIDE + none, 1 - SIDE + none
-        if ahead:
-            ask_ahead(latents, p_rows, s_page, at + (4 + SIDE) * BN, end, PAGE, BN, R + P)
         next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
         next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
         s = begin_scores(
-            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES,
-            APART,
+            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES
         )  # fmt: skip
         s = warpgroup_mma_wait(0, [s])
         left = end - at - SIDE * BN
@@ -314,10 +285,6 @@ def one_side(
             m_max.index(0).store(higher)
             meet()
             mbarrier.arrive(told.index(0), count=1)
-            if APART:
-                if j + 1 < pairs:
-                    keys = landed.index(4 * PIECES + 1)
-                    fetch(shared, m_p.index(none), keys, next_own, R, BN * P * 2, 0)
             p = gl.exp2(s * scale - higher[:, None])
             b_p = p.to(gl.bfloat16)
         else:
@@ -339,14 +306,14 @@ def one_side(
         products = begin_mixtures(left_p, m_mine, own, mixed, PIECES)
         mixed = end_mixtures(
             products, values, shared, m_mine, m_p, landed, own, next_own, j + 1 < pairs, SIDE, True,
-            False, R, P, BN, W,
+            R, P, BN, W,
         )  # fmt: skip
         if SIDE == 0:
             mbarrier.wait(told.index(1), phase)
             highest = m_max.index(1).load(ROW)
             kept = gl.exp2(higher - highest)
             total = total * kept
-            m_first.index(none).store((p * kept[:, None]).to(gl.bfloat16))
+            m_p.index(own).store((p * kept[:, None]).to(gl.bfloat16))
             fence_async_shared()
             meet()
             mbarrier.arrive(told.index(2), count=1)
@@ -361,177 +328,14 @@ def one_side(
         if left < BN:
             for k in gl.static_range(PIECES):
                 zero_rows(m_mine.index(other * PIECES + k), left, BN, W)
-        if SIDE == 0:
-            products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
-        else:
-            products = begin_mixtures(m_first.index(none), m_mine, other, mixed, PIECES)
+        products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
         mixed = end_mixtures(
             products, values, shared, m_mine, m_p, landed, other, next_other, j + 1 < pairs, SIDE,
-            False, (SIDE == 0) or not APART, R, P, BN, W,
-        )  # fmt: skip
-    end_side(
-        highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
-        SIDE, 3, R, BH, W, WHOLE, ROW, ROW_O,
-    )  # fmt: skip
-
-
-@gluon.jit
-def side_in_turn(
-    values,
-    shared,
-    latents,
-    ahead,
-    p_rows,
-    s_page,
-    rows_end,
-    start,
-    end,
-    scale,
-    m_q,
-    m_qp,
-    m_mine,
-    m_others,
-    m_p,
-    m_first,
-    m_max,
-    m_sum,
-    landed,
-    told,
-    parts,
-    weights,
-    i_b,
-    i_h,
-    i_s,
-    H,
-    SPLITS,
-    SIDE: gl.constexpr,
-    R: gl.constexpr,
-    P: gl.constexpr,
-    PAGE: gl.constexpr,
-    BH: gl.constexpr,
-    BN: gl.constexpr,
-    W: gl.constexpr,
-    WHOLE: gl.constexpr,
-    APART: gl.constexpr,
-):
-    """What four warps do: the scores of every second tile, and half of the channels of all values.
-
-    Both sides mix side 0's tile first, then side 1's. So side 0's softmax runs beside side 1's
-    scores, side 1's beside the first tile's mixture, and of the next pair side 0's tile is asked
-    for while the second is mixed: it has landed by the time that side 0 needs it.
-    Nobody but this side uses its halves of the tiles, so it fetches them itself, W channels at a
-    time, each as soon as its product is done.
-    Probabilities lie where the shared part of the keys lay, which is used up by then.
-
-    Barriers ``landed``, one for every piece of W channels: side 0's of tile 0 and of tile 1, side
-    1's of tile 1 and of tile 0; then the queries. ``told``: side 0 has a maximum and probabilities;
-    side 1 has; sums of 0; of 1.
-    """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    ROW_O: gl.constexpr = gl.SliceLayout(1, O)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    PIECES: gl.constexpr = R // 2 // W
-    LAST: gl.constexpr = (2 * SIDE + 1) * PIECES
-    pairs = gl.cdiv(gl.maximum(end - start, 0), 2 * BN)
-    highest = gl.full([BH], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([BH], gl.float32, ROW)
-    zero = gl.zeros([BH, BN], gl.float32, S)
-    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
-    mixed = ()
-    for _ in gl.static_range(PIECES):
-        mixed = mixed + (gl.zeros([BH, W], gl.float32, O),)  # noqa: RUF005
-    mbarrier.wait(landed.index(4 * PIECES), 0)
-    for j in range(pairs):
-        phase = j & 1
-        # Zero, but the compiler cannot know: else it would compute the operands' addresses before
-        # the loop and spill them (112 registers).
-        none = j >> 30
-        at = start + j * 2 * BN
-        more = j + 1 < pairs
-        own, other = SIDE + none, 1 - SIDE + none
-        if ahead:
-            ask_ahead(latents, p_rows, s_page, at + (4 + SIDE) * BN, end, PAGE, BN, R + P)
-        next_own = tile_row(p_rows, s_page, at + (2 + SIDE) * BN, end, rows_end, PAGE)
-        next_other = tile_row(p_rows, s_page, at + (3 - SIDE) * BN, end, rows_end, PAGE)
-        left, left_other = end - at - SIDE * BN, end - at - (1 - SIDE) * BN
-        s = begin_scores(
-            m_q, m_qp, m_mine, m_others, m_p, landed, own, other, none, phase, zero, SIDE, PIECES,
-            APART,
-        )  # fmt: skip
-        if SIDE == 1:
-            mbarrier.wait(told.index(0), phase)
-            before = m_max.index(0).load(ROW)
-            kept = gl.exp2(highest - before)
-            total = total * kept
-            highest = before
-            mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
-        s = warpgroup_mma_wait(0, [s])
-        if SIDE == 1:
-            # The other tile's mixture, beside which this one's softmax runs.
-            for k in gl.static_range(PIECES):
-                mbarrier.wait(landed.index(LAST + k), phase)
-            if left_other < BN:
-                for k in gl.static_range(PIECES):
-                    zero_rows(m_mine.index(other * PIECES + k), left_other, BN, W)
-            products = begin_mixtures(m_first.index(none), m_mine, other, mixed, PIECES)
-        if left < BN:
-            s = gl.where((o_n < left)[None, :], s, float("-inf"))
-            for k in gl.static_range(PIECES):
-                zero_rows(m_mine.index(own * PIECES + k), left, BN, W)
-        higher = gl.maximum(highest, gl.max(s, 1) * scale)
-        p = gl.exp2(s * scale - higher[:, None])
-        b_p = p.to(gl.bfloat16)
-        # By now all four warps have read the keys that the probabilities replace.
-        meet()
-        m_max.index(SIDE).store(higher)
-        if SIDE == 0:
-            m_first.index(none).store(b_p)
-            if APART:
-                if more:
-                    keys = landed.index(4 * PIECES + 1)
-                    fetch(shared, m_p.index(none), keys, next_own, R, BN * P * 2, 0)
-        else:
-            m_p.index(own).store(b_p)
-        fence_async_shared()
-        meet()
-        mbarrier.arrive(told.index(SIDE), count=1)
-        kept = gl.exp2(highest - higher)
-        total = total * kept + gl.sum(p, 1)
-        highest = higher
-        left_p = gl.convert_layout(b_p, LEFT)
-        if SIDE == 1:
-            mixed = end_mixtures(
-                products, values, shared, m_mine, m_p, landed, other, next_other, more, SIDE,
-                False, not APART, R, P, BN, W,
-            )  # fmt: skip
-        mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
-        products = begin_mixtures(left_p, m_mine, own, mixed, PIECES)
-        mixed = end_mixtures(
-            products, values, shared, m_mine, m_p, landed, own, next_own, more, SIDE, True,
             False, R, P, BN, W,
         )  # fmt: skip
-        if SIDE == 0:
-            mbarrier.wait(told.index(1), phase)
-            higher = m_max.index(1).load(ROW)
-            kept = gl.exp2(highest - higher)
-            total = total * kept
-            highest = higher
-            for k in gl.static_range(PIECES):
-                mbarrier.wait(landed.index(LAST + k), phase)
-            if left_other < BN:
-                for k in gl.static_range(PIECES):
-                    zero_rows(m_mine.index(other * PIECES + k), left_other, BN, W)
-            mixed = rescale(mixed, gl.convert_layout(kept, ROW_O)[:, None], PIECES)
-            products = begin_mixtures(m_p.index(other), m_mine, other, mixed, PIECES)
-            mixed = end_mixtures(
-                products, values, shared, m_mine, m_p, landed, other, next_other, more, SIDE,
-                False, True, R, P, BN, W,
-            )  # fmt: skip
     end_side(
         highest, total, mixed, m_mine, m_sum, told, parts, weights, i_b, i_h, i_s, H, SPLITS,
-        SIDE, 2, R, BH, W, WHOLE, ROW, ROW_O,
+        SIDE, R, BH, W, WHOLE, ROW, ROW_O,
     )  # fmt: skip
 
 
@@ -541,7 +345,6 @@ def mla_decode_sides_kernel(
     shared,
     q_values,
     q_shared,
-    latents,
     rows,
     lengths,
     parts,
@@ -558,10 +361,6 @@ def mla_decode_sides_kernel(
     BH: gl.constexpr,
     BN: gl.constexpr,
     W: gl.constexpr,
-    TURNS: gl.constexpr,
-    APART: gl.constexpr,
-    AHEAD: gl.constexpr,
-    LATE: gl.constexpr,
     WHOLE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -573,7 +372,8 @@ def mla_decode_sides_kernel(
     For the rest see ``mla_decode_kernel``. After FlashMLA's schedule for Hopper.
     """
     if PDL:
-        if not LATE:
+        # Programs that add parts would gather where there are none of these, and read for all.
+        if WHOLE:
             let_next_begin()
         wait_for_inputs()
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -583,9 +383,9 @@ def mla_decode_sides_kernel(
     i_b = gl.program_id(1).to(gl.int64)
     i_s = gl.program_id(2)
     length = gl.load(lengths + i_b).to(gl.int32)
-    landed = gl.allocate_shared_memory(gl.int64, [32, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4 * PIECES + 2):
+    for i in gl.static_range(4 * PIECES + 1):
         mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(5):
         mbarrier.init(told.index(i), count=1)
@@ -611,61 +411,27 @@ def mla_decode_sides_kernel(
     if start < end:
         row_0 = tile_row(p_rows, s_page, start, end, rows_end, PAGE)
         row_1 = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
-        first_tile(values, shared, row_0, m_left, m_right, m_p, landed, 0, R, P, BN, W, APART)
-        first_tile(values, shared, row_1, m_right, m_left, m_p, landed, 1, R, P, BN, W, APART)
-    # The programs of other heads read the same latents, so one asks for all.
-    ahead = False
-    if AHEAD:
-        ahead = i_h == 0
-        if ahead:
-            ask_ahead(latents, p_rows, s_page, start + 2 * BN, end, PAGE, BN, R + P)
-            ask_ahead(latents, p_rows, s_page, start + 3 * BN, end, PAGE, BN, R + P)
-    m_first = m_p
-    if APART:
-        m_first = gl.allocate_shared_memory(gl.bfloat16, [1, BH, BN], TILE)
-    if TURNS:
-        gl.warp_specialize(
-            [
+        first_tile(values, shared, row_0, m_left, m_right, m_p, landed, 0, R, P, BN, W)
+        first_tile(values, shared, row_1, m_right, m_left, m_p, landed, 1, R, P, BN, W)
+    gl.warp_specialize(
+        [
+            (
+                one_side,
                 (
-                    side_in_turn,
-                    (
-                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
-                        m_right, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE, APART,
-                    ),
+                    values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
+                    m_right, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                    SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE,
                 ),
+            ),
+            (
+                one_side,
                 (
-                    side_in_turn,
-                    (
-                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
-                        m_left, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE, APART,
-                    ),
+                    values, shared, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
+                    m_left, m_p, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
+                    SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE,
                 ),
-            ],
-            [4],
-            [240],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    one_side,
-                    (
-                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_left,
-                        m_right, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 0, R, P, PAGE, BH, BN, W, WHOLE, APART,
-                    ),
-                ),
-                (
-                    one_side,
-                    (
-                        values, shared, latents, ahead, p_rows, s_page, rows_end, start, end, scale, m_q, m_qp, m_right,
-                        m_left, m_p, m_first, m_max, m_sum, landed, told, parts, weights, i_b, i_h, i_s, H,
-                        SPLITS, 1, R, P, PAGE, BH, BN, W, WHOLE, APART,
-                    ),
-                ),
-            ],
-            [4],
-            [240],
-        )  # fmt: skip
+            ),
+        ],
+        [4],
+        [240],
+    )  # fmt: skip
