@@ -89,14 +89,15 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
-def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
-    """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
+def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape]:
+    """For 96 heads: half as many parts as fill the device; the kernel in Triton."""
     most = max(1, 132 // (2 * batch))
+    usual = min(most, length // 256)
     shapes: list[DecodeShape | HopperShape] = [
-        HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
+        DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most)
     ]
-    shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
-    shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
+    if usual > 1:
+        shapes.append(HopperShape(usual // 2))
     return {str(shape): shape for shape in shapes}
 
 
@@ -137,7 +138,7 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch).items()
+                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch, length).items()
             },
             compared=True,
             peers=peers,
