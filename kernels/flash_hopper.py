@@ -54,6 +54,8 @@ def hopper_flash(
     causal: bool,
     rest: torch.Tensor | None,
     programs: int | None = None,
+    turns: torch.Tensor | None = None,
+    early: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """As :func:`k3vl.kernels.flash.flash`, of calls that :func:`hopper_flash_takes`.
@@ -62,6 +64,9 @@ def hopper_flash(
     the items beside its own change no bit of it. None: one a multiprocessor, each taking every
     so-manieth tile, where all tiles cost the same (equally long items, nothing causal); otherwise
     one a tile, as the device then gives the next to whoever is free.
+
+    ``turns``, [N, K / 2] complex64: queries are turned by them first, to the bits that
+    :mod:`k3vl.kernels.vision_pos` gives. ``early``: see ``dependent.py``.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -78,13 +83,16 @@ def hopper_flash(
     flat = [None if x is None else _flat(x) for x in parts]
     blocks = [[64, key], [64, shared], [KEYS, key], [KEYS, shared], [KEYS, value]]
     strides = [0 if x is None else x.stride(1) for x in (q, k, rest, v)]
-    args = (tiles, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
+    pairs = None if turns is None else torch.view_as_real(turns).contiguous()
+    args = (tiles, pairs, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
     constants: dict[str, Any] = {
         "K": key,
         "P": shared,
         "V": value,
         "BN": KEYS,
         "CAUSAL": causal,
+        "TURN": turns is not None,
+        "PDL": early,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel
 
@@ -103,7 +111,7 @@ def hopper_flash(
         None if x is None else TensorDescriptor.from_tensor(x, block, layout)
         for x, block in zip(flat, blocks, strict=True)
     )
-    kernel[grid](*described, *args, **constants, num_warps=4)
+    kernel[grid](*described, *args, **constants, num_warps=4, launch_pdl=early)
     return out
 
 

@@ -9,7 +9,7 @@ tile: its first query, how many there are, the sequence's first key, how many ke
 queries sees, how many the first one sees.
 """
 # ruff: noqa: ANN001, ANN201, SIM113
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from k3vl.kernels.gluon_parts import begin_copy, meet
+from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
 
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
@@ -111,8 +111,39 @@ def zero_rows(tile, left, BN: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def turns_of(turns, first, live, K: gl.constexpr):
+    """Cosine and sine of every pair of ROWS rows, of which the first ``live`` are there."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    inside = (o_m < live)[:, None] & (o_k < 64)[None, :]
+    at = turns + (first + o_m[:, None]) * K + o_k[None, :]
+    pieces = ()
+    for k in gl.static_range(K // 64):
+        pieces = pieces + (gl.load(at + k * 64, mask=inside, other=0.0),)  # noqa: RUF005
+    return pieces
+
+
+@gluon.jit
+def turn_rows(tile, pieces, K: gl.constexpr):
+    """Turn pairs of columns of ROWS rows; what is not there becomes 0."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for k in gl.static_range(K // 64):
+        piece = tile.slice(k * 64, 64, dim=1)
+        cosine, sine = gl.split(gl.reshape(pieces[k], [ROWS, 32, 2]))
+        x = gl.reshape(piece.load(LAYOUT).to(gl.float32), [ROWS, 32, 2])
+        even, odd = gl.split(x)
+        turned = gl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        turned = gl.convert_layout(gl.reshape(turned, [ROWS, 64]), LAYOUT)
+        piece.store(turned.to(gl.bfloat16))
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
 def attend_side(
     tiles,
+    turns,
     m_q,
     m_qp,
     m_k,
@@ -135,6 +166,7 @@ def attend_side(
     V: gl.constexpr,
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
+    TURN: gl.constexpr,
 ):
     """What four warps do with 64 queries of every work item."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -156,8 +188,12 @@ def attend_side(
         seen = gl.load(p_tile + 3).to(gl.int32)
         first_sees = gl.load(p_tile + 4).to(gl.int32) + SIDE * ROWS
         blocks = gl.cdiv(seen, BN)
+        if TURN:
+            pieces = turns_of(turns, first + SIDE * ROWS, live - SIDE * ROWS, K)
         # Keys of the last tile.
         mbarrier.wait(landed_q.index(0), turn & 1)
+        if TURN:
+            turn_rows(m_q.index(SIDE), pieces, K)
         stage = done % STAGES
         mbarrier.wait(landed_k.index(stage), done // STAGES & 1)
         b_k = m_k.index(stage).permute((1, 0))
@@ -234,6 +270,7 @@ def flash_hopper_kernel(
     k_rest,
     v,
     tiles,
+    turns,
     out,
     s_qh,
     s_kh,
@@ -248,12 +285,15 @@ def flash_hopper_kernel(
     V: gl.constexpr,
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
+    TURN: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Programs take work items of 128 queries in turn; ``scale`` includes the logarithm's base.
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
     the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
-    between two heads.
+    between two heads. ``TURN``: queries are turned here, as ``vision_pos`` does, by ``turns``,
+    [N, K / 2, 2] float32; else None.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Barriers that one group waits for or arrives at between two of its own are allocated apart:
@@ -280,20 +320,23 @@ def flash_hopper_kernel(
         m_qp = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, P], TILE)
         m_kp = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, P], TILE)
     meet()
+    if PDL:
+        let_next_begin()
+        wait_for_inputs()
     gl.warp_specialize(
         [
             (
                 attend_side,
                 (
-                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
-                    used_first, used, out, scale, H, M, COUNT, 0, K, P, V, BN, CAUSAL,
+                    tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
+                    used_first, used, out, scale, H, M, COUNT, 0, K, P, V, BN, CAUSAL, TURN,
                 ),
             ),
             (
                 attend_side,
                 (
-                    tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
-                    used_first, used, out, scale, H, M, COUNT, 1, K, P, V, BN, CAUSAL,
+                    tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
+                    used_first, used, out, scale, H, M, COUNT, 1, K, P, V, BN, CAUSAL, TURN,
                 ),
             ),
             (

@@ -21,8 +21,14 @@ def vision_attention(
     items: Packed,
     *,
     shape: FlashShape | None = None,
+    turns: torch.Tensor | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.vision_attention.vision_attention`."""
+    """See :func:`k3vl.kernels.vision_attention.vision_attention`.
+
+    ``turns`` and ``early`` are for measurements: see
+    :func:`k3vl.kernels.flash_hopper.hopper_flash`.
+    """
     lengths = items.lengths
     agree = q.ndim == 3 and q.shape == k.shape == v.shape and sum(lengths) == q.shape[0]
     if not agree or any(length < 1 for length in lengths):
@@ -31,4 +37,7 @@ def vision_attention(
             f"{len(lengths)} items of {sum(lengths)} patches"
         )
     scale = q.shape[-1] ** -0.5
-    return flash(q, k, v, scale, queries=items, keys=items, causal=False, shape=shape)
+    return flash(
+        q, k, v, scale, queries=items, keys=items, causal=False, shape=shape, turns=turns,
+        early=early,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ the end of the one before it. Left are two norms and the rotation, a launch each
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     from k3vl.kernels.vision_block import VisionAttention, VisionBlockWeights
 
 
+class TurningAttention(Protocol):
+    """As :class:`k3vl.kernels.vision_block.VisionAttention`, of queries not yet turned."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        items: Packed,
+        *,
+        turns: torch.Tensor,
+    ) -> torch.Tensor:
+        """[P, H, K]; ``turns``: [P, K / 2] complex64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VisionBlockGPU:
     """See :class:`k3vl.kernels.vision_block.VisionBlockOp`; ``x`` is overwritten by the result.
@@ -29,11 +44,14 @@ class VisionBlockGPU:
         norm: RMSNorm.
         rotate: turns queries and keys where they lie.
         attention: :mod:`k3vl.kernels.vision_attention`.
+        turning: one that turns queries itself, instead of ``attention``: only keys are turned
+            before it, half of what would be read and written.
     """
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, torch.Tensor], None]
     attention: VisionAttention
+    turning: TurningAttention | None = None
     _zeros: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = field(
         default_factory=dict, repr=False
     )
@@ -50,9 +68,13 @@ class VisionBlockGPU:
         check_shapes(x, w, rotary, items)
         qkv = F.linear(self.norm(x, w.attention_norm, w.eps), w.qkv)
         heads = qkv.view(x.shape[0], 3 * w.heads, -1)  # [P, 3H, K]
-        self.rotate(heads[:, : 2 * w.heads], rotary)
         q, k, v = heads.split(w.heads, 1)
-        mixed = self.attention(q, k, v, items).flatten(1)
+        if self.turning:
+            self.rotate(k, rotary)
+            mixed = self.turning(q, k, v, items, turns=rotary).flatten(1)
+        else:
+            self.rotate(heads[:, : 2 * w.heads], rotary)
+            mixed = self.attention(q, k, v, items).flatten(1)
         x = x.addmm_(mixed, w.out.t())  # rounded once, in the memory of x
         hidden = self._up(self.norm(x, w.mlp_norm, w.eps), w.up)
         return x.addmm_(hidden, w.down.t())

@@ -8,15 +8,17 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.vision_pos.rotate_kernel import rotate_kernel
 
 
 class RotateShape(NamedTuple):
-    """Patches and heads of a program, and its warps."""
+    """Patches and heads of a program, its warps, and whether the last patches come first."""
 
     patches: int
     heads: int
     warps: int
+    backwards: bool = False
 
 
 def rotate(
@@ -29,14 +31,23 @@ def rotate(
 
 
 def rotate_in_place(
-    x: torch.Tensor, table: torch.Tensor, *, shape: RotateShape | None = None
+    x: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    shape: RotateShape | None = None,
+    early: bool = False,
 ) -> None:
-    """As :func:`rotate`, into the memory of ``x``."""
-    _launch(x, table, x, shape)
+    """As :func:`rotate`, into the memory of ``x``; ``early``: see ``dependent.py``."""
+    _launch(x, table, x, shape, early=early and begins_early(x))
 
 
 def _launch(
-    x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, shape: RotateShape | None
+    x: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    shape: RotateShape | None,
+    *,
+    early: bool = False,
 ) -> None:
     fits = x.ndim == 3 and x.shape[2] >= 4 and not x.shape[2] & (x.shape[2] - 1)
     if not fits or tuple(table.shape) != (x.shape[0], x.shape[2] // 2) or x.stride(2) != 1:
@@ -46,6 +57,8 @@ def _launch(
         return
     layout = shape or RotateShape(4, min(8, triton.next_power_of_2(heads)), 4)
     grid = (triton.cdiv(patches, layout.patches), triton.cdiv(heads, layout.heads))
+    if layout.backwards:
+        grid = (grid[0] * grid[1], 1)
     rotate_kernel[grid](
         x,
         torch.view_as_real(table).contiguous(),
@@ -57,5 +70,8 @@ def _launch(
         K=width,
         BP=layout.patches,
         BH=layout.heads,
+        BACKWARDS=layout.backwards,
+        PDL=early,
         num_warps=layout.warps,
+        launch_pdl=early,
     )

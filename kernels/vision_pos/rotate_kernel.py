@@ -5,16 +5,30 @@
 import triton
 import triton.language as tl
 
+from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
+
 
 @triton.jit
 def rotate_kernel(
     x, table, out, P, H, s_x, s_xh, s_out, s_outh, K: tl.constexpr, BP: tl.constexpr,
-    BH: tl.constexpr,
+    BH: tl.constexpr, BACKWARDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BP patches, BH heads; ``table`` holds cosine and sine of every pair. ``out`` may be ``x``."""
+    """BP patches, BH heads; ``table`` holds cosine and sine of every pair. ``out`` may be ``x``.
+
+    ``BACKWARDS``: the last patches first, all their heads before others, from one axis of programs:
+    what was written last may still be in the L2 cache.
+    """
+    let_next_begin(PDL)
+    wait_for_inputs(PDL)
     o_r = tl.arange(0, BP * BH)
-    patch = tl.program_id(0) * BP + o_r // BH
-    head = tl.program_id(1) * BH + o_r % BH
+    i_p = tl.program_id(0)
+    i_h = tl.program_id(1)
+    if BACKWARDS:
+        i = tl.num_programs(0) - 1 - tl.program_id(0)
+        i_p = i // tl.cdiv(H, BH)
+        i_h = i % tl.cdiv(H, BH)
+    patch = i_p * BP + o_r // BH
+    head = i_h * BH + o_r % BH
     o_k = tl.arange(0, K)
     live = ((patch < P) & (head < H))[:, None]
     patch = patch.to(tl.int64)[:, None]

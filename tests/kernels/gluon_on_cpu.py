@@ -222,6 +222,10 @@ class _Language(ModuleType):
         return x.unbind(-1)
 
     @staticmethod
+    def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.stack([a, b], -1)
+
+    @staticmethod
     def max(x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.amax(axis)
 

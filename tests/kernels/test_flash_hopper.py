@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 from k3vl.kernels import flash_hopper_kernel
 from k3vl.kernels.flash_hopper import hopper_flash, hopper_flash_takes, tile_rows
 from k3vl.kernels.packed import Packed
+from k3vl.kernels.vision_pos import rotary_table, rotate
 from tests.kernels.gluon_on_cpu import Descriptor, launch
 
 if TYPE_CHECKING:
@@ -83,6 +84,23 @@ def test_items_see_themselves() -> None:
         assert (a.double() - b).norm() < 5e-3 * b.norm(), length
 
 
+def test_queries_are_turned_to_the_bits_of_their_op() -> None:
+    """Where they are loaded, whatever lies behind an item."""
+    torch.manual_seed(5)
+    random.seed(5)
+    grids = ((1, 1), (5, 26), (2, 64), (9, 10))
+    lengths = tuple(rows * columns for rows, columns in grids)
+    table = torch.cat([rotary_table(rows, columns, 128) for rows, columns in grids])
+    q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
+    items = Packed.of(lengths, CPU)
+    attend = partial(
+        hopper_flash, k=k, v=v, scale=128**-0.5, queries=items, keys=items, causal=False,
+        rest=None, programs=3,
+    )  # fmt: skip
+    want = attend(rotate(q, table).contiguous(), launch=on_cpu)
+    assert torch.equal(attend(q, turns=table, launch=on_cpu), want)
+
+
 def test_an_item_is_not_touched_by_its_neighbours() -> None:
     torch.manual_seed(2)
     random.seed(2)
@@ -129,8 +147,11 @@ def test_queries_see_what_is_before_them() -> None:
             assert (a.double() - b).norm() < 5e-3 * b.norm(), length
 
 
+_TURNED = "piece.store(turned.to(gl.bfloat16))\n"
 # What orders the kernel's accesses: a line to leave out, found by the text before it.
 ORDER = [
+    (_TURNED, "fence_async_shared()"),
+    (f"{_TURNED}    fence_async_shared()\n", "meet()"),
     ("gl.load(p_tile + 3).to(gl.int32), BN)\n", "mbarrier.wait(used_q.index(0)"),
     ("if j == 2:\n", "mbarrier.wait(used_first.index(0)"),
     ("landed_k.index(stage), m_kp.index(stage))\n", "mbarrier.wait(used.index(stage)"),
@@ -151,12 +172,14 @@ def ordered(kernel: object) -> Callable[..., None]:
 
 
 def several_rounds(launch: Callable[..., None]) -> torch.Tensor:
-    """Two heads of one and of three whole tiles of keys, by one program."""
+    """Two heads of one and of three whole tiles of keys, by one program that turns queries."""
     q, k, v = rows_of(512, 3 * HEADS, 128).split(HEADS, 1)
     items = Packed.of((384, 128), CPU)
+    table = torch.cat([rotary_table(16, 24, 128), rotary_table(8, 16, 128)])
     return hopper_flash(
-        q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None, programs=1, launch=launch
-    )
+        q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None, programs=1, turns=table,
+        launch=launch,
+    )  # fmt: skip
 
 
 def test_every_access_is_ordered() -> None:

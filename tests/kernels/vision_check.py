@@ -4,6 +4,7 @@ Triton decides between compiler and interpreter when it is imported. Usage: visi
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -74,7 +75,8 @@ def check_rotation(dtype: torch.dtype) -> None:
         want = rotate_reference(x.cpu(), 3, 5)
         got = rotate(x, table.to(DEVICE))
         close(f"rotation of {heads} heads", got.cpu(), want, bound(dtype))
-        for shape in (None, RotateShape(2, 4, 1), RotateShape(16, 2, 4)):
+        backwards = RotateShape(2, 4, 1, backwards=True), RotateShape(1, 16, 2, backwards=True)
+        for shape in (None, RotateShape(2, 4, 1), RotateShape(16, 2, 4), *backwards):
             turned = torch.full((15, heads + 2, 48), 7.0, device=DEVICE, dtype=dtype)
             inside = turned[:, 1 : heads + 1, 16:32]
             inside.copy_(x)
@@ -191,6 +193,33 @@ def check_programs() -> None:
         assert torch.equal(few, many), causal
 
 
+def turned_before(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: Packed, *, turns: torch.Tensor
+) -> torch.Tensor:
+    return vision_attention(rotate(q, turns).contiguous(), k, v, items)
+
+
+def check_queries_turned_in_attention() -> None:
+    """The block has the same bits whoever turns its queries, and wherever that begins."""
+    hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    grids = [(32, 32), (5, 13), (48, 48)] if ON_GPU else [(2, 3), (5, 4)]
+    heads, key, width, inner = (12, 128, 1024, 4096) if ON_GPU else (3, 32, 48, 80)
+    lengths = [rows * columns for rows, columns in grids]
+    table = torch.cat([rotary_table(rows, columns, key) for rows, columns in grids]).to(DEVICE)
+    w, items = weights(heads, key, width, inner, dtype), Packed.of(lengths, DEVICE)
+    x = normal(sum(lengths), width, dtype=dtype)
+    want = BLOCK(x.clone(), w, table, items)
+    shape = RotateShape(4, 8, 4, backwards=True)
+    for early in (False, True):
+        block = replace(
+            BLOCK,
+            rotate=partial(rotate_in_place, shape=shape, early=early),
+            turning=partial(vision_attention, early=early) if hopper else turned_before,
+        )
+        assert torch.equal(block(x.clone(), w, table, items), want), early
+
+
 def main() -> None:
     seed = 1
     sys.stdout.write(f"seed {seed}\n")
@@ -204,6 +233,7 @@ def main() -> None:
         if ON_GPU:
             check_block(dtype, [(32, 32), (32, 32), (48, 48)], 12, 128, 1024, 4096)
         sys.stdout.write(f"checked {dtype}\n")
+    check_queries_turned_in_attention()
     if ON_GPU:
         check_causal()
         check_programs()
