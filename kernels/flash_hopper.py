@@ -56,6 +56,9 @@ def hopper_flash(
     programs: int | None = None,
     turns: torch.Tensor | None = None,
     early: bool = False,
+    lean: bool = False,
+    order: int = 0,
+    stages: int = 2,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """As :func:`k3vl.kernels.flash.flash`, of calls that :func:`hopper_flash_takes`.
@@ -67,6 +70,9 @@ def hopper_flash(
 
     ``turns``, [N, K / 2] complex64: queries are turned by them first, to the bits that
     :mod:`k3vl.kernels.vision_pos` gives. ``early``: see ``dependent.py``.
+    ``lean``: the same bits by fewer steps one behind the other. ``order``: 1, one group's products
+    begin when the other has its scores; 2, mixtures behind the largest scores as well.
+    ``stages``: tiles of keys and values on their way or in use.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -84,7 +90,8 @@ def hopper_flash(
     blocks = [[64, key], [64, shared], [KEYS, key], [KEYS, shared], [KEYS, value]]
     strides = [0 if x is None else x.stride(1) for x in (q, k, rest, v)]
     pairs = None if turns is None else torch.view_as_real(turns).contiguous()
-    args = (tiles, pairs, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
+    work = tiles.shape[0], count, k.shape[0]
+    args = (tiles, pairs, out, *strides, scale / math.log(2), heads, *work)
     constants: dict[str, Any] = {
         "K": key,
         "P": shared,
@@ -92,6 +99,9 @@ def hopper_flash(
         "BN": KEYS,
         "CAUSAL": causal,
         "TURN": turns is not None,
+        "LEAN": lean,
+        "ORDER": order,
+        "STAGES": stages,
         "PDL": early,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel

@@ -20,10 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
+from k3vl.kernels.gluon_parts import (
+    begin_copy,
+    give_turn,
+    let_next_begin,
+    meet,
+    take_turn,
+    wait_for_inputs,
+)
 
 ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -62,6 +68,7 @@ def fetch_tiles(
     P: gl.constexpr,
     V: gl.constexpr,
     BN: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """What one warp does: queries, then keys and values from the last tile to the first."""
     done = 0
@@ -81,11 +88,11 @@ def fetch_tiles(
         for j in range(blocks):
             stage = done % STAGES
             row = first_k + (blocks - 1 - j) * BN
-            # Keys two tiles back are used up: the first ones with a word of their own, later ones
-            # with the values before them, which the copy of the last values has waited for.
-            if j == 2:
+            # Keys STAGES tiles back are used up: the first ones with a word of their own, later
+            # ones with the values before them, which the copy of the last values has waited for.
+            if j == STAGES:
                 mbarrier.wait(used_first.index(0), turn & 1)
-            elif j < 2:
+            elif j < STAGES:
                 mbarrier.wait(used.index(stage), done // STAGES & 1 ^ 1)
             mbarrier.expect(landed_k.index(stage), BN * (K + P) * 2)
             begin_copy(k, [row, head * s_kh], landed_k.index(stage), m_k.index(stage))
@@ -141,6 +148,17 @@ def turn_rows(tile, pieces, K: gl.constexpr):
 
 
 @gluon.jit
+def largest_of_rows(s, BN: gl.constexpr, LEAN: gl.constexpr):
+    """The largest of every row; ``LEAN``: by halves first, which are no chain of BN / 4 steps."""
+    if LEAN:
+        for k in gl.static_range(2):
+            halves = gl.reshape(s, [ROWS, 2, BN // 2 // 2**k])
+            a, b = gl.split(gl.permute(halves, (0, 2, 1)))
+            s = gl.maximum(a, b)
+    return gl.max(s, 1)
+
+
+@gluon.jit
 def attend_side(
     tiles,
     turns,
@@ -160,6 +178,7 @@ def attend_side(
     H,
     M,
     COUNT,
+    TOTAL,
     SIDE: gl.constexpr,
     K: gl.constexpr,
     P: gl.constexpr,
@@ -167,6 +186,9 @@ def attend_side(
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
     TURN: gl.constexpr,
+    LEAN: gl.constexpr,
+    ORDER: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """What four warps do with 64 queries of every work item."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -181,6 +203,8 @@ def attend_side(
     o_v = gl.arange(0, V, gl.SliceLayout(0, O))
     done = 0
     turn = 0
+    if ORDER > 0 and SIDE == 1:
+        give_turn(14)
     for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
         head, p_tile = work_item(tiles, i, M)
         first = gl.load(p_tile)
@@ -209,13 +233,17 @@ def attend_side(
         if CAUSAL:
             visible = visible & (at + o_n[None, :] < first_sees + o_m[:, None])
         s = gl.where(visible, s, float("-inf"))
-        highest = gl.maximum(gl.max(s, 1) * scale, -1e30)
+        largest = gl.convert_layout(largest_of_rows(s, BN, LEAN), ROW)
+        highest = gl.maximum(largest * scale, -1e30)
         p = gl.exp2(s * scale - highest[:, None])
         total = gl.sum(p, 1)
         b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
         mixed = gl.zeros([ROWS, V], gl.float32, O)
         mbarrier.wait(landed_v.index(stage), done // STAGES & 1)
-        if seen - at < BN:
+        others = seen - at < BN
+        if LEAN:  # behind the last row of all there are zeros
+            others = others & (gl.load(p_tile + 2) + seen < TOTAL)
+        if others:
             zero_rows(m_v.index(stage), seen - at, BN, V)
         meet()
         for j in range(1, blocks):
@@ -224,19 +252,29 @@ def attend_side(
             stage = done % STAGES
             phase = done // STAGES & 1
             mbarrier.wait(landed_k.index(stage), phase)
+            if ORDER > 0:
+                take_turn(14 + SIDE)
             b_k = m_k.index(stage).permute((1, 0))
             s = warpgroup_mma(m_q.index(SIDE), b_k, zero, use_acc=False, is_async=True)
             if P > 0:
                 b_kp = m_kp.index(stage).permute((1, 0))
                 s = warpgroup_mma(m_qp.index(SIDE), b_kp, s, is_async=True)
-            product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
-            s = warpgroup_mma_wait(1, [s])
+            if ORDER < 2:
+                product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
+                s = warpgroup_mma_wait(1, [s])
+            else:
+                s = warpgroup_mma_wait(0, [s])
+            if ORDER > 0:
+                give_turn(15 - SIDE)
             if CAUSAL:
                 at = (blocks - 1 - j) * BN
                 if at + BN > first_sees:
                     visible = at + o_n[None, :] < first_sees + o_m[:, None]
                     s = gl.where(visible, s, float("-inf"))
-            higher = gl.maximum(highest, gl.max(s, 1) * scale)
+            largest = gl.convert_layout(largest_of_rows(s, BN, LEAN), ROW)
+            higher = gl.maximum(highest, largest * scale)
+            if ORDER == 2:
+                product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
             p = gl.exp2(s * scale - higher[:, None])
             kept = gl.exp2(highest - higher)
             total = total * kept + gl.sum(p, 1)
@@ -260,9 +298,11 @@ def attend_side(
         mixed = mixed / gl.convert_layout(total, ROW_O)[:, None]
         p_out = out + (first + o_mo[:, None]) * (H * V) + head * V + o_v[None, :]
         gl.store(p_out, mixed.to(out.dtype.element_ty), mask=(o_mo < live)[:, None])
+    if ORDER > 0 and SIDE == 0:
+        take_turn(14)  # which nobody needs any more
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "COUNT", "TOTAL"])
 def flash_hopper_kernel(
     q,
     q_rest,
@@ -280,20 +320,24 @@ def flash_hopper_kernel(
     H,
     M,
     COUNT,
+    TOTAL,
     K: gl.constexpr,
     P: gl.constexpr,
     V: gl.constexpr,
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
     TURN: gl.constexpr,
+    LEAN: gl.constexpr,
+    ORDER: gl.constexpr,
+    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Programs take work items of 128 queries in turn; ``scale`` includes the logarithm's base.
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
     the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
-    between two heads. ``TURN``: queries are turned here, as ``vision_pos`` does, by ``turns``,
-    [N, K / 2, 2] float32; else None.
+    between two heads; ``k`` and ``v`` have TOTAL rows. ``TURN``: queries are turned here, as
+    ``vision_pos`` does, by ``turns``, [N, K / 2, 2] float32; else None.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Barriers that one group waits for or arrives at between two of its own are allocated apart:
@@ -329,14 +373,16 @@ def flash_hopper_kernel(
                 attend_side,
                 (
                     tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
-                    used_first, used, out, scale, H, M, COUNT, 0, K, P, V, BN, CAUSAL, TURN,
+                    used_first, used, out, scale, H, M, COUNT, TOTAL, 0, K, P, V, BN, CAUSAL,
+                    TURN, LEAN, ORDER, STAGES,
                 ),
             ),
             (
                 attend_side,
                 (
                     tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
-                    used_first, used, out, scale, H, M, COUNT, 1, K, P, V, BN, CAUSAL, TURN,
+                    used_first, used, out, scale, H, M, COUNT, TOTAL, 1, K, P, V, BN, CAUSAL,
+                    TURN, LEAN, ORDER, STAGES,
                 ),
             ),
             (
@@ -344,7 +390,7 @@ def flash_hopper_kernel(
                 (
                     q, q_rest, k, k_rest, v, tiles, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k,
                     landed_v, used_q, used_first, used, s_qh, s_kh, s_rest_h, s_vh, M, COUNT, K, P,
-                    V, BN,
+                    V, BN, STAGES,
                 ),
             ),
         ],

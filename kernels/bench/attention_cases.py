@@ -276,7 +276,13 @@ def vision_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=4 * total * heads * 256,
             flops=4 * heads * 128 * sum(n * n for n in lengths),
-            variants={"in Triton": partial(run, shape=FlashShape(64, 64, 4, 3))},
+            variants={
+                "in Triton": partial(run, shape=FlashShape(64, 64, 4, 3)),
+                "lean": partial(run, lean=True),
+                "in turns": partial(run, lean=True, order=1, stages=3),
+                "in turns, mixtures later": partial(run, lean=True, order=2, stages=3),
+                "the same, two stages": partial(run, lean=True, order=2),
+            },
             compared=True,
             peers={
                 "PyTorch scaled_dot_product_attention, equal items together": partial(

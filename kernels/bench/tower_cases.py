@@ -83,18 +83,15 @@ _BACKWARDS = RotateShape(4, 8, 4, backwards=True)
 
 
 def _blocks() -> dict[str, VisionBlockGPU]:
-    """Other ways to turn queries and keys."""
-    turned = partial(rotate_in_place, shape=_BACKWARDS)
+    """Other ways to turn queries and keys, and to attend."""
+    turned = partial(rotate_in_place, shape=_BACKWARDS, early=True)
     block = VisionBlockGPU(norm=rms_norm, rotate=turned, attention=vision_attention)
-    late = replace(block, turning=vision_attention)
+    attend = partial(vision_attention, lean=True, order=2, stages=3)
+    early = partial(attend, early=True)
     return {
-        "turned from the end": block,
-        "keys turned from the end, queries in attention": late,
-        "the same, both launches early": replace(
-            late,
-            rotate=partial(turned, early=True),
-            turning=partial(vision_attention, early=True),
-        ),
+        "groups in turns": replace(block, rotate=rotate_in_place, attention=attend),
+        "the same, keys turned from the end, queries in attention": replace(block, turning=early),
+        "the same, mixtures earlier": replace(block, turning=partial(early, order=1)),
     }
 
 

@@ -23,10 +23,13 @@ def vision_attention(
     shape: FlashShape | None = None,
     turns: torch.Tensor | None = None,
     early: bool = False,
+    lean: bool = False,
+    order: int = 0,
+    stages: int = 2,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`.
 
-    ``turns`` and ``early`` are for measurements: see
+    ``turns``, ``early``, ``lean``, ``order`` and ``stages`` are for measurements: see
     :func:`k3vl.kernels.flash_hopper.hopper_flash`.
     """
     lengths = items.lengths
@@ -39,5 +42,5 @@ def vision_attention(
     scale = q.shape[-1] ** -0.5
     return flash(
         q, k, v, scale, queries=items, keys=items, causal=False, shape=shape, turns=turns,
-        early=early,
+        early=early, lean=lean, order=order, stages=stages,
     )  # fmt: skip

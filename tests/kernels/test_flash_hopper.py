@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 NAN = float("nan")
 HEADS = 2
+WAYS = ((False, 0, 2), (True, 0, 2), (True, 1, 3), (True, 2, 3), (True, 2, 2))
+"""Lean or not, the groups' order, stages."""
 
 
 def on_cpu(kernel, grid, matrices, blocks, *args, ordered: bool = False, **constants) -> None:
@@ -98,10 +100,13 @@ def test_queries_are_turned_to_the_bits_of_their_op() -> None:
         rest=None, programs=3,
     )  # fmt: skip
     want = attend(rotate(q, table).contiguous(), launch=on_cpu)
-    assert torch.equal(attend(q, turns=table, launch=on_cpu), want)
+    for lean, order, stages in WAYS:
+        attend_so = partial(attend, lean=lean, order=order, stages=stages, launch=on_cpu)
+        assert torch.equal(attend_so(q, turns=table), want), (lean, order, stages)
 
 
-def test_an_item_is_not_touched_by_its_neighbours() -> None:
+@pytest.mark.parametrize(("lean", "order", "stages"), WAYS)
+def test_an_item_is_not_touched_by_its_neighbours(lean, order, stages) -> None:
     torch.manual_seed(2)
     random.seed(2)
     lengths = (130, 70, 260)
@@ -110,7 +115,7 @@ def test_an_item_is_not_touched_by_its_neighbours() -> None:
         items = Packed.of(own, CPU)
         return hopper_flash(
             q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None,
-            programs=2, launch=on_cpu,
+            programs=2, lean=lean, order=order, stages=stages, launch=on_cpu,
         )  # fmt: skip
 
     q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
@@ -153,7 +158,7 @@ ORDER = [
     (_TURNED, "fence_async_shared()"),
     (f"{_TURNED}    fence_async_shared()\n", "meet()"),
     ("gl.load(p_tile + 3).to(gl.int32), BN)\n", "mbarrier.wait(used_q.index(0)"),
-    ("if j == 2:\n", "mbarrier.wait(used_first.index(0)"),
+    ("if j == STAGES:\n", "mbarrier.wait(used_first.index(0)"),
     ("landed_k.index(stage), m_kp.index(stage))\n", "mbarrier.wait(used.index(stage)"),
     ("# Keys of the last tile.\n", "mbarrier.wait(landed_q.index(0)"),
     ("        stage = done % STAGES\n", "mbarrier.wait(landed_k.index(stage)"),
@@ -171,19 +176,24 @@ def ordered(kernel: object) -> Callable[..., None]:
     return lambda _, *args, **constants: on_cpu(kernel, *args, ordered=True, **constants)
 
 
-def several_rounds(launch: Callable[..., None]) -> torch.Tensor:
-    """Two heads of one and of three whole tiles of keys, by one program that turns queries."""
-    q, k, v = rows_of(512, 3 * HEADS, 128).split(HEADS, 1)
-    items = Packed.of((384, 128), CPU)
-    table = torch.cat([rotary_table(16, 24, 128), rotary_table(8, 16, 128)])
+def several_rounds(
+    launch: Callable[..., None], *, lean: bool = False, order: int = 0, stages: int = 2
+) -> torch.Tensor:
+    """Two heads of one and of five whole tiles of keys, by one program that turns queries."""
+    q, k, v = rows_of(768, 3 * HEADS, 128).split(HEADS, 1)
+    items = Packed.of((640, 128), CPU)
+    table = torch.cat([rotary_table(16, 40, 128), rotary_table(8, 16, 128)])
     return hopper_flash(
         q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None, programs=1, turns=table,
-        launch=launch,
+        lean=lean, order=order, stages=stages, launch=launch,
     )  # fmt: skip
 
 
-def test_every_access_is_ordered() -> None:
-    assert several_rounds(ordered(flash_hopper_kernel.flash_hopper_kernel)).isfinite().all()
+@pytest.mark.parametrize(("lean", "order", "stages"), WAYS)
+def test_every_access_is_ordered(lean, order, stages) -> None:
+    launch_it = ordered(flash_hopper_kernel.flash_hopper_kernel)
+    got = several_rounds(launch_it, lean=lean, order=order, stages=stages)
+    assert got.isfinite().all()
 
 
 @pytest.mark.parametrize(("before", "left_out"), ORDER)
