@@ -15,7 +15,7 @@ from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
-from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash import FlashShape, flash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -218,6 +218,11 @@ def mla_prefill_cases() -> Iterator[Case]:
         run = partial(
             mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
         )
+        so = partial(
+            flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
+            keys=Packed.of((keys,), q.device), causal=True,
+            rest=shared.unsqueeze(1).expand(-1, heads, -1), lean=True,
+        )  # fmt: skip
         pairs = queries * keys - queries * (queries - 1) / 2
         peers: dict[str, Callable[[], object] | Peer] = {}
         if queries == keys:  # PyTorch's causal mask starts at the upper left
@@ -247,7 +252,11 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={"in Triton": partial(run, shape=TRITON_SHAPE)},
+            variants={
+                "in Triton": partial(run, shape=TRITON_SHAPE),
+                "in turns": partial(so, order=1),
+                "in turns, mixtures later": partial(so, order=2),
+            },
             compared=True,
             peers=peers,
         )
