@@ -44,6 +44,7 @@ def flash(
     early: bool = False,
     lean: bool = False,
     order: int = 0,
+    quarter: bool = False,
     stages: int = 2,
 ) -> torch.Tensor:
     """Attend within every sequence.
@@ -56,8 +57,8 @@ def flash(
         causal: whether the last query sees all keys and every earlier one a key less.
         rest: [M, H, P], the last part of the keys; None for P = 0.
         shape: of the Triton kernel's programs; None: the best, or the Gluon kernel where it runs.
-        turns, early, lean, order, stages: as in :func:`k3vl.kernels.flash_hopper.hopper_flash`, of
-            the Gluon kernel.
+        turns, early, lean, order, quarter, stages: of the Gluon kernel, as in
+            :func:`k3vl.kernels.flash_hopper.hopper_flash`.
 
     Returns:
         [N, H, V] in the dtype of ``q``; softmax in float32.
@@ -81,7 +82,8 @@ def flash(
     if shape is None and hopper_runs(q.device) and hopper_flash_takes(q, k, v, rest):
         return hopper_flash(
             q, k, v, scale, queries=queries, keys=keys, causal=causal, rest=rest, turns=turns,
-            early=early, lean=lean, order=order, stages=stages,
+            early=early, lean=lean, order=order, quarter=quarter,
+        stages=stages,
         )  # fmt: skip
     if turns is not None:
         raise ShapeError("attention: queries are turned by the Gluon kernel alone")

@@ -58,6 +58,7 @@ def hopper_flash(
     early: bool = False,
     lean: bool = False,
     order: int = 0,
+    quarter: bool = False,
     stages: int = 2,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
@@ -72,7 +73,8 @@ def hopper_flash(
     :mod:`k3vl.kernels.vision_pos` gives. ``early``: see ``dependent.py``.
     ``lean``: the same bits by fewer steps one behind the other. ``order``: 1, one group's products
     begin when the other has its scores; 2, mixtures behind the largest scores as well.
-    ``stages``: tiles of keys and values on their way or in use.
+    ``quarter``: of the powers are computed by products, within 1.1e-4. ``stages``: tiles of keys
+    and values on their way or in use.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -101,6 +103,7 @@ def hopper_flash(
         "TURN": turns is not None,
         "LEAN": lean,
         "ORDER": order,
+        "QUARTER": quarter,
         "STAGES": stages,
         "PDL": early,
     }

@@ -22,7 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from k3vl.kernels.gluon_parts import (
     begin_copy,
+    exp2_by_products,
     give_turn,
+    laid_out_as,
     let_next_begin,
     meet,
     take_turn,
@@ -159,6 +161,19 @@ def largest_of_rows(s, BN: gl.constexpr, LEAN: gl.constexpr):
 
 
 @gluon.jit
+def powers(x, BN: gl.constexpr, QUARTER: gl.constexpr):
+    """2 to the power of every x; ``QUARTER``: of a quarter without the unit for it."""
+    if QUARTER:
+        left, right = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, BN // 2]), (0, 2, 1)))
+        third, last = gl.split(gl.permute(gl.reshape(right, [ROWS, 2, BN // 4]), (0, 2, 1)))
+        right = gl.permute(gl.join(gl.exp2(third), exp2_by_products(last)), (0, 2, 1))
+        right = laid_out_as(gl.reshape(right, [ROWS, BN // 2]), left)
+        both = gl.permute(gl.join(gl.exp2(left), right), (0, 2, 1))
+        return laid_out_as(gl.reshape(both, [ROWS, BN]), x)
+    return gl.exp2(x)
+
+
+@gluon.jit
 def attend_side(
     tiles,
     turns,
@@ -188,6 +203,7 @@ def attend_side(
     TURN: gl.constexpr,
     LEAN: gl.constexpr,
     ORDER: gl.constexpr,
+    QUARTER: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """What four warps do with 64 queries of every work item."""
@@ -275,7 +291,7 @@ def attend_side(
             higher = gl.maximum(highest, largest * scale)
             if ORDER == 2:
                 product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
-            p = gl.exp2(s * scale - higher[:, None])
+            p = powers(s * scale - higher[:, None], BN, QUARTER)
             kept = gl.exp2(highest - higher)
             total = total * kept + gl.sum(p, 1)
             highest = higher
@@ -329,6 +345,7 @@ def flash_hopper_kernel(
     TURN: gl.constexpr,
     LEAN: gl.constexpr,
     ORDER: gl.constexpr,
+    QUARTER: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -374,7 +391,7 @@ def flash_hopper_kernel(
                 (
                     tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
                     used_first, used, out, scale, H, M, COUNT, TOTAL, 0, K, P, V, BN, CAUSAL,
-                    TURN, LEAN, ORDER, STAGES,
+                    TURN, LEAN, ORDER, QUARTER, STAGES,
                 ),
             ),
             (
@@ -382,7 +399,7 @@ def flash_hopper_kernel(
                 (
                     tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
                     used_first, used, out, scale, H, M, COUNT, TOTAL, 1, K, P, V, BN, CAUSAL,
-                    TURN, LEAN, ORDER, STAGES,
+                    TURN, LEAN, ORDER, QUARTER, STAGES,
                 ),
             ),
             (

@@ -291,6 +291,9 @@ def vision_cases() -> Iterator[Case]:
                 "in turns": partial(run, lean=True, order=1, stages=3),
                 "in turns, mixtures later": partial(run, lean=True, order=2, stages=3),
                 "the same, two stages": partial(run, lean=True, order=2),
+                "the same, three stages, fewer powers": partial(
+                    run, lean=True, order=2, stages=3, quarter=True
+                ),
             },
             compared=True,
             peers={

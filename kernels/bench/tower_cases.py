@@ -91,7 +91,8 @@ def _blocks() -> dict[str, VisionBlockGPU]:
     return {
         "groups in turns": replace(block, rotate=rotate_in_place, attention=attend),
         "the same, keys turned from the end, queries in attention": replace(block, turning=early),
-        "the same, mixtures earlier": replace(block, turning=partial(early, order=1)),
+        "the same, fewer powers": replace(block, turning=partial(early, quarter=True)),
+        "mixtures earlier": replace(block, turning=partial(early, order=1)),
     }
 
 

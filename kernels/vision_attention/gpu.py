@@ -25,11 +25,12 @@ def vision_attention(
     early: bool = False,
     lean: bool = False,
     order: int = 0,
+    quarter: bool = False,
     stages: int = 2,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`.
 
-    ``turns``, ``early``, ``lean``, ``order`` and ``stages`` are for measurements: see
+    ``turns``, ``early``, ``lean``, ``order``, ``quarter`` and ``stages`` are for measurements: see
     :func:`k3vl.kernels.flash_hopper.hopper_flash`.
     """
     lengths = items.lengths
@@ -42,5 +43,6 @@ def vision_attention(
     scale = q.shape[-1] ** -0.5
     return flash(
         q, k, v, scale, queries=items, keys=items, causal=False, shape=shape, turns=turns,
-        early=early, lean=lean, order=order, stages=stages,
+        early=early, lean=lean, order=order, quarter=quarter,
+        stages=stages,
     )  # fmt: skip

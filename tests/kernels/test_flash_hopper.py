@@ -7,6 +7,7 @@ import random
 import re
 from functools import partial
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels import flash_hopper_kernel
 from k3vl.kernels.flash_hopper import hopper_flash, hopper_flash_takes, tile_rows
+from k3vl.kernels.gluon_parts import exp2_by_products
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.vision_pos import rotary_table, rotate
 from tests.kernels.gluon_on_cpu import Descriptor, launch
@@ -103,6 +105,38 @@ def test_queries_are_turned_to_the_bits_of_their_op() -> None:
     for lean, order, stages in WAYS:
         attend_so = partial(attend, lean=lean, order=order, stages=stages, launch=on_cpu)
         assert torch.equal(attend_so(q, turns=table), want), (lean, order, stages)
+
+
+def test_powers_by_products_are_near_and_never_negative() -> None:
+    names = {
+        "gl": SimpleNamespace(maximum=lambda a, b: a.clamp_min(b)),
+        "bits_of": lambda x: x.view(torch.int32),
+        "of_bits": lambda x: x.view(torch.float32),
+    }
+    power = FunctionType(exp2_by_products.fn.__code__, names)
+    x = torch.cat([-torch.arange(0, 126, 1e-4), -torch.arange(1000) / 2])
+    small = x < -126
+    got = power(x)
+    assert (got / torch.exp2(x.double()) - 1)[~small].abs().max() < 1.1e-4
+    assert got[0] == 1
+    assert (got[small] >= 0).all()
+    assert (got[small] < 2.0**-125).all()
+    assert power(torch.full([1], float("-inf"))) == 0
+
+
+def test_fewer_powers_are_as_near() -> None:
+    torch.manual_seed(4)
+    random.seed(4)
+    lengths = (1, 129, 300)
+    q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
+    items = Packed.of(lengths, CPU)
+    got = hopper_flash(
+        q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None, lean=True, order=2,
+        quarter=True, stages=3, launch=on_cpu,
+    )  # fmt: skip
+    want = reference(q, k, v, lengths, lengths, causal=False)
+    for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
+        assert (a.double() - b).norm() < 5e-3 * b.norm(), length
 
 
 @pytest.mark.parametrize(("lean", "order", "stages"), WAYS)
