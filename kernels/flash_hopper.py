@@ -59,6 +59,7 @@ def hopper_flash(
     lean: bool = False,
     order: int = 0,
     quarter: bool = False,
+    one: bool = False,
     stages: int = 2,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
@@ -73,8 +74,9 @@ def hopper_flash(
     :mod:`k3vl.kernels.vision_pos` gives. ``early``: see ``dependent.py``.
     ``lean``: the same bits by fewer steps one behind the other. ``order``: 1, one group's products
     begin when the other has its scores; 2, mixtures behind the largest scores as well.
-    ``quarter``: of the powers are computed by products, within 1.1e-4. ``stages``: tiles of keys
-    and values on their way or in use.
+    ``quarter``: of the powers are computed by products, within 1.1e-4. ``one``: the largest
+    score of a row is that of its first tile, right while none is larger by 2^64; for measurements.
+    ``stages``: tiles of keys and values on their way or in use.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -104,6 +106,7 @@ def hopper_flash(
         "LEAN": lean,
         "ORDER": order,
         "QUARTER": quarter,
+        "ONE": one,
         "STAGES": stages,
         "PDL": early,
     }

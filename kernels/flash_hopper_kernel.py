@@ -174,6 +174,16 @@ def powers(x, BN: gl.constexpr, QUARTER: gl.constexpr):
 
 
 @gluon.jit
+def row_sums(p, BN: gl.constexpr, ONE: gl.constexpr):
+    """Of every row; ``ONE``: in eight parts, which no other thread has to be asked for."""
+    if ONE:
+        sums = gl.sum(gl.reshape(p, [ROWS, BN // 8, 8]), 1)
+    else:
+        sums = gl.sum(p, 1)
+    return sums
+
+
+@gluon.jit
 def attend_side(
     tiles,
     turns,
@@ -204,6 +214,7 @@ def attend_side(
     LEAN: gl.constexpr,
     ORDER: gl.constexpr,
     QUARTER: gl.constexpr,
+    ONE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """What four warps do with 64 queries of every work item."""
@@ -252,7 +263,7 @@ def attend_side(
         largest = gl.convert_layout(largest_of_rows(s, BN, LEAN), ROW)
         highest = gl.maximum(largest * scale, -1e30)
         p = gl.exp2(s * scale - highest[:, None])
-        total = gl.sum(p, 1)
+        total = row_sums(p, BN, ONE)
         b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
         mixed = gl.zeros([ROWS, V], gl.float32, O)
         mbarrier.wait(landed_v.index(stage), done // STAGES & 1)
@@ -287,21 +298,28 @@ def attend_side(
                 if at + BN > first_sees:
                     visible = at + o_n[None, :] < first_sees + o_m[:, None]
                     s = gl.where(visible, s, float("-inf"))
-            largest = gl.convert_layout(largest_of_rows(s, BN, LEAN), ROW)
-            higher = gl.maximum(highest, largest * scale)
-            if ORDER == 2:
-                product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
-            p = powers(s * scale - higher[:, None], BN, QUARTER)
-            kept = gl.exp2(highest - higher)
-            total = total * kept + gl.sum(p, 1)
-            highest = higher
+            if ONE:
+                if ORDER == 2:
+                    product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
+                p = powers(s * scale - highest[:, None], BN, QUARTER)
+                total = total + row_sums(p, BN, ONE)
+            else:
+                largest = gl.convert_layout(largest_of_rows(s, BN, LEAN), ROW)
+                higher = gl.maximum(highest, largest * scale)
+                if ORDER == 2:
+                    product = warpgroup_mma(b_p, m_v.index(before), mixed, is_async=True)
+                p = powers(s * scale - higher[:, None], BN, QUARTER)
+                kept = gl.exp2(highest - higher)
+                total = total * kept + row_sums(p, BN, ONE)
+                highest = higher
             # Needed in the next round; here it keeps the assembler from moving the softmax behind
             # the end of the product beside it.
             mbarrier.wait(landed_v.index(stage), phase)
             mixed = warpgroup_mma_wait(0, [product])
             meet()
             mbarrier.arrive(used.index(before), count=1)
-            mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
+            if not ONE:
+                mixed = mixed * gl.convert_layout(kept, ROW_O)[:, None]
             b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
         mbarrier.arrive(used_q.index(0), count=1)
         last = done % STAGES
@@ -311,6 +329,8 @@ def attend_side(
         mbarrier.arrive(used.index(last), count=1)
         done += 1
         turn += 1
+        if ONE:
+            total = gl.sum(total, 1)
         mixed = mixed / gl.convert_layout(total, ROW_O)[:, None]
         p_out = out + (first + o_mo[:, None]) * (H * V) + head * V + o_v[None, :]
         gl.store(p_out, mixed.to(out.dtype.element_ty), mask=(o_mo < live)[:, None])
@@ -346,6 +366,7 @@ def flash_hopper_kernel(
     LEAN: gl.constexpr,
     ORDER: gl.constexpr,
     QUARTER: gl.constexpr,
+    ONE: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -391,7 +412,7 @@ def flash_hopper_kernel(
                 (
                     tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
                     used_first, used, out, scale, H, M, COUNT, TOTAL, 0, K, P, V, BN, CAUSAL,
-                    TURN, LEAN, ORDER, QUARTER, STAGES,
+                    TURN, LEAN, ORDER, QUARTER, ONE, STAGES,
                 ),
             ),
             (
@@ -399,7 +420,7 @@ def flash_hopper_kernel(
                 (
                     tiles, turns, m_q, m_qp, m_k, m_kp, m_v, landed_q, landed_k, landed_v, used_q,
                     used_first, used, out, scale, H, M, COUNT, TOTAL, 1, K, P, V, BN, CAUSAL,
-                    TURN, LEAN, ORDER, QUARTER, STAGES,
+                    TURN, LEAN, ORDER, QUARTER, ONE, STAGES,
                 ),
             ),
             (

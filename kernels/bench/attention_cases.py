@@ -290,9 +290,11 @@ def vision_cases() -> Iterator[Case]:
                 "lean": partial(run, lean=True),
                 "in turns": partial(run, lean=True, order=1, stages=3),
                 "in turns, mixtures later": partial(run, lean=True, order=2, stages=3),
-                "the same, two stages": partial(run, lean=True, order=2),
-                "the same, three stages, fewer powers": partial(
-                    run, lean=True, order=2, stages=3, quarter=True
+                "one maximum": partial(run, lean=True, one=True),
+                "one maximum, in turns": partial(run, lean=True, one=True, order=1, stages=3),
+                "one maximum, mixtures later": partial(run, lean=True, one=True, order=2, stages=3),
+                "one maximum, mixtures later, fewer powers": partial(
+                    run, lean=True, one=True, order=2, stages=3, quarter=True
                 ),
             },
             compared=True,

@@ -88,11 +88,14 @@ def _blocks() -> dict[str, VisionBlockGPU]:
     block = VisionBlockGPU(norm=rms_norm, rotate=turned, attention=vision_attention)
     attend = partial(vision_attention, lean=True, order=2, stages=3)
     early = partial(attend, early=True)
+    one = partial(attend, one=True)
     return {
         "groups in turns": replace(block, rotate=rotate_in_place, attention=attend),
-        "the same, keys turned from the end, queries in attention": replace(block, turning=early),
-        "the same, fewer powers": replace(block, turning=partial(early, quarter=True)),
-        "mixtures earlier": replace(block, turning=partial(early, order=1)),
+        "the same, one maximum": replace(block, rotate=rotate_in_place, attention=one),
+        "groups in turns, keys turned from the end, queries in attention": replace(
+            block, turning=early
+        ),
+        "the same with one maximum": replace(block, turning=partial(early, one=True)),
     }
 
 

@@ -26,12 +26,12 @@ def vision_attention(
     lean: bool = False,
     order: int = 0,
     quarter: bool = False,
+    one: bool = False,
     stages: int = 2,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`.
 
-    ``turns``, ``early``, ``lean``, ``order``, ``quarter`` and ``stages`` are for measurements: see
-    :func:`k3vl.kernels.flash_hopper.hopper_flash`.
+    All from ``turns`` on is for measurements: see :func:`k3vl.kernels.flash_hopper.hopper_flash`.
     """
     lengths = items.lengths
     agree = q.ndim == 3 and q.shape == k.shape == v.shape and sum(lengths) == q.shape[0]
@@ -43,6 +43,6 @@ def vision_attention(
     scale = q.shape[-1] ** -0.5
     return flash(
         q, k, v, scale, queries=items, keys=items, causal=False, shape=shape, turns=turns,
-        early=early, lean=lean, order=order, quarter=quarter,
+        early=early, lean=lean, order=order, quarter=quarter, one=one,
         stages=stages,
     )  # fmt: skip

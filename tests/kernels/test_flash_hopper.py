@@ -124,7 +124,8 @@ def test_powers_by_products_are_near_and_never_negative() -> None:
     assert power(torch.full([1], float("-inf"))) == 0
 
 
-def test_fewer_powers_are_as_near() -> None:
+@pytest.mark.parametrize(("quarter", "one"), [(True, False), (False, True), (True, True)])
+def test_fewer_powers_and_maxima_are_as_near(quarter, one) -> None:
     torch.manual_seed(4)
     random.seed(4)
     lengths = (1, 129, 300)
@@ -132,7 +133,7 @@ def test_fewer_powers_are_as_near() -> None:
     items = Packed.of(lengths, CPU)
     got = hopper_flash(
         q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None, lean=True, order=2,
-        quarter=True, stages=3, launch=on_cpu,
+        quarter=quarter, one=one, stages=3, launch=on_cpu,
     )  # fmt: skip
     want = reference(q, k, v, lengths, lengths, causal=False)
     for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
