@@ -42,10 +42,8 @@ def flash(
     shape: FlashShape | None = None,
     turns: torch.Tensor | None = None,
     early: bool = False,
-    lean: bool = False,
-    order: int = 0,
-    quarter: bool = False,
-    one: bool = False,
+    fixed: bool = False,
+    ordered: bool = False,
     stages: int = 2,
 ) -> torch.Tensor:
     """Attend within every sequence.
@@ -58,7 +56,7 @@ def flash(
         causal: whether the last query sees all keys and every earlier one a key less.
         rest: [M, H, P], the last part of the keys; None for P = 0.
         shape: of the Triton kernel's programs; None: the best, or the Gluon kernel where it runs.
-        turns, early, lean, order, quarter, one, stages: of the Gluon kernel, as in
+        turns, early, fixed, ordered, stages: of the Gluon kernel, as in
             :func:`k3vl.kernels.flash_hopper.hopper_flash`.
 
     Returns:
@@ -83,8 +81,7 @@ def flash(
     if shape is None and hopper_runs(q.device) and hopper_flash_takes(q, k, v, rest):
         return hopper_flash(
             q, k, v, scale, queries=queries, keys=keys, causal=causal, rest=rest, turns=turns,
-            early=early, lean=lean, order=order, quarter=quarter, one=one,
-        stages=stages,
+            early=early, fixed=fixed, ordered=ordered, stages=stages,
         )  # fmt: skip
     if turns is not None:
         raise ShapeError("attention: queries are turned by the Gluon kernel alone")

@@ -56,10 +56,8 @@ def hopper_flash(
     programs: int | None = None,
     turns: torch.Tensor | None = None,
     early: bool = False,
-    lean: bool = False,
-    order: int = 0,
-    quarter: bool = False,
-    one: bool = False,
+    fixed: bool = False,
+    ordered: bool = False,
     stages: int = 2,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
@@ -72,11 +70,9 @@ def hopper_flash(
 
     ``turns``, [N, K / 2] complex64: queries are turned by them first, to the bits that
     :mod:`k3vl.kernels.vision_pos` gives. ``early``: see ``dependent.py``.
-    ``lean``: the same bits by fewer steps one behind the other. ``order``: 1, one group's products
-    begin when the other has its scores; 2, mixtures behind the largest scores as well.
-    ``quarter``: of the powers are computed by products, within 1.1e-4. ``one``: the largest
-    score of a row is that of its first tile, right while none is larger by 2^64; for measurements.
-    ``stages``: tiles of keys and values on their way or in use.
+    ``fixed``: powers are relative to a score of the first tile, and tiles of queries where one is
+    larger by 2^64 are done again with the largest. ``ordered``: one group's products begin when
+    the other has its scores. ``stages``: tiles of keys and values on their way or in use.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -94,8 +90,15 @@ def hopper_flash(
     blocks = [[64, key], [64, shared], [KEYS, key], [KEYS, shared], [KEYS, value]]
     strides = [0 if x is None else x.stride(1) for x in (q, k, rest, v)]
     pairs = None if turns is None else torch.view_as_real(turns).contiguous()
+    if programs is None:
+        alike = not causal and len(set(keys.lengths)) == 1
+        programs = _multiprocessors(q.device) if alike else count
+    grid = (min(programs, count),)
+    again = None
+    if fixed:
+        again = torch.empty(count + grid[0], 2, dtype=torch.int32, device=q.device)
     work = tiles.shape[0], count, k.shape[0]
-    args = (tiles, pairs, out, *strides, scale / math.log(2), heads, *work)
+    args = (tiles, again, pairs, out, *strides, scale / math.log(2), heads, *work)
     constants: dict[str, Any] = {
         "K": key,
         "P": shared,
@@ -103,19 +106,13 @@ def hopper_flash(
         "BN": KEYS,
         "CAUSAL": causal,
         "TURN": turns is not None,
-        "LEAN": lean,
-        "ORDER": order,
-        "QUARTER": quarter,
-        "ONE": one,
+        "FIXED": fixed,
+        "ORDERED": ordered,
         "STAGES": stages,
         "PDL": early,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel
 
-    if programs is None:
-        alike = not causal and len(set(keys.lengths)) == 1
-        programs = _multiprocessors(q.device) if alike else count
-    grid = (min(programs, count),)
     if launch is not None:
         launch(kernel, grid, flat, blocks, *args, **constants)
         return out

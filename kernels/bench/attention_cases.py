@@ -221,7 +221,7 @@ def mla_prefill_cases() -> Iterator[Case]:
         so = partial(
             flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
             keys=Packed.of((keys,), q.device), causal=True,
-            rest=shared.unsqueeze(1).expand(-1, heads, -1), lean=True,
+            rest=shared.unsqueeze(1).expand(-1, heads, -1),
         )  # fmt: skip
         pairs = queries * keys - queries * (queries - 1) / 2
         peers: dict[str, Callable[[], object] | Peer] = {}
@@ -254,8 +254,7 @@ def mla_prefill_cases() -> Iterator[Case]:
             flops=2 * heads * pairs * 320,
             variants={
                 "in Triton": partial(run, shape=TRITON_SHAPE),
-                "in turns": partial(so, order=1),
-                "in turns, mixtures later": partial(so, order=2),
+                "in turns": partial(so, ordered=True),
             },
             compared=True,
             peers=peers,
@@ -287,15 +286,9 @@ def vision_cases() -> Iterator[Case]:
             flops=4 * heads * 128 * sum(n * n for n in lengths),
             variants={
                 "in Triton": partial(run, shape=FlashShape(64, 64, 4, 3)),
-                "lean": partial(run, lean=True),
-                "in turns": partial(run, lean=True, order=1, stages=3),
-                "in turns, mixtures later": partial(run, lean=True, order=2, stages=3),
-                "one maximum": partial(run, lean=True, one=True),
-                "one maximum, in turns": partial(run, lean=True, one=True, order=1, stages=3),
-                "one maximum, mixtures later": partial(run, lean=True, one=True, order=2, stages=3),
-                "one maximum, mixtures later, fewer powers": partial(
-                    run, lean=True, one=True, order=2, stages=3, quarter=True
-                ),
+                "in turns": partial(run, ordered=True, stages=3),
+                "one maximum": partial(run, fixed=True),
+                "one maximum, in turns": partial(run, fixed=True, ordered=True, stages=3),
             },
             compared=True,
             peers={

@@ -86,16 +86,13 @@ def _blocks() -> dict[str, VisionBlockGPU]:
     """Other ways to turn queries and keys, and to attend."""
     turned = partial(rotate_in_place, shape=_BACKWARDS, early=True)
     block = VisionBlockGPU(norm=rms_norm, rotate=turned, attention=vision_attention)
-    attend = partial(vision_attention, lean=True, order=2, stages=3)
-    early = partial(attend, early=True)
-    one = partial(attend, one=True)
+    early = partial(vision_attention, early=True)
+    in_turns = partial(early, ordered=True, stages=3)
     return {
-        "groups in turns": replace(block, rotate=rotate_in_place, attention=attend),
-        "the same, one maximum": replace(block, rotate=rotate_in_place, attention=one),
-        "groups in turns, keys turned from the end, queries in attention": replace(
-            block, turning=early
-        ),
-        "the same with one maximum": replace(block, turning=partial(early, one=True)),
+        "queries turned in attention": replace(block, turning=early),
+        "the same, in turns": replace(block, turning=in_turns),
+        "the same, one maximum": replace(block, turning=partial(early, fixed=True)),
+        "the same, one maximum, in turns": replace(block, turning=partial(in_turns, fixed=True)),
     }
 
 

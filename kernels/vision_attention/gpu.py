@@ -23,10 +23,8 @@ def vision_attention(
     shape: FlashShape | None = None,
     turns: torch.Tensor | None = None,
     early: bool = False,
-    lean: bool = False,
-    order: int = 0,
-    quarter: bool = False,
-    one: bool = False,
+    fixed: bool = False,
+    ordered: bool = False,
     stages: int = 2,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.vision_attention.vision_attention`.
@@ -43,6 +41,5 @@ def vision_attention(
     scale = q.shape[-1] ** -0.5
     return flash(
         q, k, v, scale, queries=items, keys=items, causal=False, shape=shape, turns=turns,
-        early=early, lean=lean, order=order, quarter=quarter, one=one,
-        stages=stages,
+        early=early, fixed=fixed, ordered=ordered, stages=stages,
     )  # fmt: skip

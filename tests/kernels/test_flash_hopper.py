@@ -7,8 +7,7 @@ import random
 import re
 from functools import partial
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,19 +16,23 @@ pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels import flash_hopper_kernel
 from k3vl.kernels.flash_hopper import hopper_flash, hopper_flash_takes, tile_rows
-from k3vl.kernels.gluon_parts import exp2_by_products
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.vision_pos import rotary_table, rotate
 from tests.kernels.gluon_on_cpu import Descriptor, launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 CPU = torch.device("cpu")
 NAN = float("nan")
 HEADS = 2
-WAYS = ((False, 0, 2), (True, 0, 2), (True, 1, 3), (True, 2, 3), (True, 2, 2))
-"""Lean or not, the groups' order, stages."""
+WAYS = (
+    {},
+    {"ordered": True, "stages": 3},
+    {"fixed": True},
+    {"fixed": True, "ordered": True, "stages": 3},
+)
+"""To launch the kernel where it is not causal."""
 
 
 def on_cpu(kernel, grid, matrices, blocks, *args, ordered: bool = False, **constants) -> None:
@@ -101,47 +104,55 @@ def test_queries_are_turned_to_the_bits_of_their_op() -> None:
         hopper_flash, k=k, v=v, scale=128**-0.5, queries=items, keys=items, causal=False,
         rest=None, programs=3,
     )  # fmt: skip
-    want = attend(rotate(q, table).contiguous(), launch=on_cpu)
-    for lean, order, stages in WAYS:
-        attend_so = partial(attend, lean=lean, order=order, stages=stages, launch=on_cpu)
-        assert torch.equal(attend_so(q, turns=table), want), (lean, order, stages)
+    for way in WAYS:
+        want = attend(rotate(q, table).contiguous(), launch=on_cpu, **way)
+        assert torch.equal(attend(q, turns=table, launch=on_cpu, **way), want), way
 
 
-def test_powers_by_products_are_near_and_never_negative() -> None:
-    names = {
-        "gl": SimpleNamespace(maximum=lambda a, b: a.clamp_min(b)),
-        "bits_of": lambda x: x.view(torch.int32),
-        "of_bits": lambda x: x.view(torch.float32),
-    }
-    power = FunctionType(exp2_by_products.fn.__code__, names)
-    x = torch.cat([-torch.arange(0, 126, 1e-4), -torch.arange(1000) / 2])
-    small = x < -126
-    got = power(x)
-    assert (got / torch.exp2(x.double()) - 1)[~small].abs().max() < 1.1e-4
-    assert got[0] == 1
-    assert (got[small] >= 0).all()
-    assert (got[small] < 2.0**-125).all()
-    assert power(torch.full([1], float("-inf"))) == 0
-
-
-@pytest.mark.parametrize(("quarter", "one"), [(True, False), (False, True), (True, True)])
-def test_fewer_powers_and_maxima_are_as_near(quarter, one) -> None:
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_other_ways_are_as_near(way) -> None:
     torch.manual_seed(4)
     random.seed(4)
     lengths = (1, 129, 300)
     q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
     items = Packed.of(lengths, CPU)
-    got = hopper_flash(
-        q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None, lean=True, order=2,
-        quarter=quarter, one=one, stages=3, launch=on_cpu,
+    attend = partial(
+        hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None,
+        launch=on_cpu,
     )  # fmt: skip
-    want = reference(q, k, v, lengths, lengths, causal=False)
+    got, want = attend(**way), reference(q, k, v, lengths, lengths, causal=False)
+    if "fixed" not in way:
+        assert torch.equal(got, attend())
     for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
         assert (a.double() - b).norm() < 5e-3 * b.norm(), length
 
 
-@pytest.mark.parametrize(("lean", "order", "stages"), WAYS)
-def test_an_item_is_not_touched_by_its_neighbours(lean, order, stages) -> None:
+@pytest.mark.parametrize("way", WAYS[2:])
+def test_what_outgrows_the_scores_of_its_first_tile_is_attended_again(way) -> None:
+    """Only that: its neighbours' bits are those of a lone item."""
+    torch.manual_seed(6)
+    random.seed(6)
+    lengths = (140, 300, 260)
+    q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
+    k[140:200, 1] *= 120
+    items = Packed.of(lengths, CPU)
+    attend = partial(
+        hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None,
+        programs=2, launch=on_cpu,
+    )  # fmt: skip
+    want = reference(q, k, v, lengths, lengths, causal=False)
+    got, careful = attend(**way), attend()
+    for a, b in zip(got.split(lengths), want.split(lengths), strict=True):
+        assert (a.double() - b).norm() < 5e-3 * b.norm()
+    assert torch.equal(got[140:440, 1], careful[140:440, 1])
+    k[140:200, 1] /= 120
+    others = torch.ones(sum(lengths), HEADS, dtype=torch.bool)
+    others[140:440, 1] = False
+    assert torch.equal(attend(**way)[others], got[others])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_item_is_not_touched_by_its_neighbours(way) -> None:
     torch.manual_seed(2)
     random.seed(2)
     lengths = (130, 70, 260)
@@ -150,7 +161,7 @@ def test_an_item_is_not_touched_by_its_neighbours(lean, order, stages) -> None:
         items = Packed.of(own, CPU)
         return hopper_flash(
             q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None,
-            programs=2, lean=lean, order=order, stages=stages, launch=on_cpu,
+            programs=2, launch=on_cpu, **way,
         )  # fmt: skip
 
     q, k, v = rows_of(sum(lengths), 3 * HEADS, 128).split(HEADS, 1)
@@ -196,13 +207,13 @@ ORDER = [
     ("if j == STAGES:\n", "mbarrier.wait(used_first.index(0)"),
     ("landed_k.index(stage), m_kp.index(stage))\n", "mbarrier.wait(used.index(stage)"),
     ("# Keys of the last tile.\n", "mbarrier.wait(landed_q.index(0)"),
-    ("        stage = done % STAGES\n", "mbarrier.wait(landed_k.index(stage)"),
-    ("        s = warpgroup_mma_wait(0, [s])\n", "meet()"),
+    ("\n    stage = done % STAGES\n", "mbarrier.wait(landed_k.index(stage)"),
+    ("\n    s = warpgroup_mma_wait(0, [s])\n", "meet()"),
     ("gl.zeros([ROWS, V], gl.float32, O)\n", "mbarrier.wait(landed_v.index(stage)"),
-    ("            phase = done // STAGES & 1\n", "mbarrier.wait(landed_k.index(stage)"),
+    ("        phase = done // STAGES & 1\n", "mbarrier.wait(landed_k.index(stage)"),
     ("the product beside it.\n", "mbarrier.wait(landed_v.index(stage)"),
-    ("            mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
     ("\n        mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
+    ("\n    mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
 ]
 
 
@@ -211,24 +222,21 @@ def ordered(kernel: object) -> Callable[..., None]:
     return lambda _, *args, **constants: on_cpu(kernel, *args, ordered=True, **constants)
 
 
-def several_rounds(
-    launch: Callable[..., None], *, lean: bool = False, order: int = 0, stages: int = 2
-) -> torch.Tensor:
+def several_rounds(launch: Callable[..., None], way: Mapping[str, Any]) -> torch.Tensor:
     """Two heads of one and of five whole tiles of keys, by one program that turns queries."""
     q, k, v = rows_of(768, 3 * HEADS, 128).split(HEADS, 1)
     items = Packed.of((640, 128), CPU)
     table = torch.cat([rotary_table(16, 40, 128), rotary_table(8, 16, 128)])
     return hopper_flash(
         q, k, v, 0.1, queries=items, keys=items, causal=False, rest=None, programs=1, turns=table,
-        lean=lean, order=order, stages=stages, launch=launch,
+        launch=launch, **way,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("lean", "order", "stages"), WAYS)
-def test_every_access_is_ordered(lean, order, stages) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_access_is_ordered(way) -> None:
     launch_it = ordered(flash_hopper_kernel.flash_hopper_kernel)
-    got = several_rounds(launch_it, lean=lean, order=order, stages=stages)
-    assert got.isfinite().all()
+    assert several_rounds(launch_it, way).isfinite().all()
 
 
 @pytest.mark.parametrize(("before", "left_out"), ORDER)
@@ -246,7 +254,7 @@ def test_whatever_is_left_out_of_the_order_is_found(
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
     with pytest.raises(AssertionError, match=r"without|reads it|nobody has written|more arrivals"):
-        several_rounds(ordered(changed.flash_hopper_kernel))
+        several_rounds(ordered(changed.flash_hopper_kernel), {})
 
 
 def test_a_tile_knows_its_keys() -> None:
