@@ -193,6 +193,20 @@ def check_programs() -> None:
         assert torch.equal(few, many), causal
 
 
+def check_outgrown() -> None:
+    """Queries that outgrow the scores of their first keys have the bits of careful ones."""
+    lengths = (1024, 300, 2304)
+    q, k, v = normal(sum(lengths), 36, 128, dtype=torch.bfloat16).split(12, 1)
+    k[1024:1100, 5] *= 120
+    items = Packed.of(lengths, DEVICE)
+    want = vision_attention_reference(q.float(), k.float(), v.float(), lengths)
+    careful = vision_attention(q, k, v, items)
+    for ordered, stages in ((False, 2), (True, 3)):
+        got = vision_attention(q, k, v, items, fixed=True, ordered=ordered, stages=stages)
+        close("outgrown", got, want, HALF)
+        assert torch.equal(got[1024:1324, 5], careful[1024:1324, 5]), (ordered, stages)
+
+
 def turned_before(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, items: Packed, *, turns: torch.Tensor
 ) -> torch.Tensor:
@@ -235,6 +249,8 @@ def main() -> None:
         sys.stdout.write(f"checked {dtype}\n")
     check_queries_turned_in_attention()
     if ON_GPU:
+        if torch.cuda.get_device_capability() == (9, 0):
+            check_outgrown()
         check_causal()
         check_programs()
 
