@@ -255,6 +255,7 @@ def mla_prefill_cases() -> Iterator[Case]:
             variants={
                 "in Triton": partial(run, shape=TRITON_SHAPE),
                 "in turns": partial(so, ordered=True),
+                "one maximum": partial(so, fixed=True),
             },
             compared=True,
             peers=peers,
