@@ -172,7 +172,7 @@ class _Language(ModuleType):
     exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
     reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
-    permute = staticmethod(torch.permute)
+    join = staticmethod(lambda a, b: torch.stack([a, b], -1))
     static_range = range
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
@@ -221,10 +221,6 @@ class _Language(ModuleType):
     @staticmethod
     def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.unbind(-1)
-
-    @staticmethod
-    def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.stack([a, b], -1)
 
     @staticmethod
     def max(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -490,9 +486,6 @@ def launch(
             "fence_async_shared": _fence,
             "widen": lambda x: x.float(),
             "reciprocal": lambda x: 1 / x,
-            "bits_of": lambda x: x.view(torch.int32),
-            "of_bits": lambda x: x.view(torch.float32),
-            "laid_out_as": lambda x, _: x,
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": _finish,
             "tl": _OfTriton,
