@@ -302,12 +302,10 @@ def vision_cases() -> Iterator[Case]:
 
 
 _ROTATIONS = (
-    RotateShape(1, 8, 1),
-    RotateShape(2, 8, 2),
-    RotateShape(4, 8, 2),
+    RotateShape(4, 4, 2),
     RotateShape(8, 8, 4),
-    RotateShape(8, 8, 8),
-    RotateShape(1, 32, 4),
+    RotateShape(16, 4, 8),
+    RotateShape(8, 4, 4, backwards=True),
 )
 
 

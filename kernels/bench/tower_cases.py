@@ -79,7 +79,7 @@ def _recorded(encode: Encoder, patches: torch.Tensor, grids: Sequence[Grid]) -> 
     return Work(step, step)
 
 
-_BACKWARDS = RotateShape(4, 8, 4, backwards=True)
+_BACKWARDS = RotateShape(8, 4, 4, backwards=True)
 
 
 def _blocks() -> dict[str, VisionBlockGPU]:

@@ -55,7 +55,7 @@ def _launch(
     patches, heads, width = x.shape
     if not patches:
         return
-    layout = shape or RotateShape(4, min(8, triton.next_power_of_2(heads)), 4)
+    layout = shape or RotateShape(8, min(4, heads), 4)
     grid = (triton.cdiv(patches, layout.patches), triton.cdiv(heads, layout.heads))
     if layout.backwards:
         grid = (grid[0] * grid[1], 1)

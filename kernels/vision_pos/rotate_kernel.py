@@ -20,25 +20,28 @@ def rotate_kernel(
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
-    o_r = tl.arange(0, BP * BH)
     i_p = tl.program_id(0)
     i_h = tl.program_id(1)
     if BACKWARDS:
         i = tl.num_programs(0) - 1 - tl.program_id(0)
         i_p = i // tl.cdiv(H, BH)
         i_h = i % tl.cdiv(H, BH)
-    patch = i_p * BP + o_r // BH
-    head = i_h * BH + o_r % BH
+    patch = i_p * BP + tl.arange(0, BP)
     o_k = tl.arange(0, K)
-    live = ((patch < P) & (head < H))[:, None]
+    there = (patch < P)[:, None]
+    none = tl.zeros([BP, 1], tl.int32)
     patch = patch.to(tl.int64)[:, None]
-    head = head[:, None]
-    turn = tl.load(table + patch * K + o_k[None, :], mask=live, other=0.0)
-    cosine, sine = tl.split(tl.reshape(turn, [BP * BH, K // 2, 2]))
-    b_x = tl.load(x + patch * s_x + head * s_xh + o_k[None, :], mask=live, other=0.0)
-    even, odd = tl.split(tl.reshape(b_x.to(tl.float32), [BP * BH, K // 2, 2]))
-    real = even * cosine - odd * sine
-    imaginary = even * sine + odd * cosine
-    turned = tl.reshape(tl.join(real, imaginary), [BP * BH, K])
-    p_out = out + patch * s_out + head * s_outh + o_k[None, :]
-    tl.store(p_out, turned.to(out.dtype.element_ty), mask=live)
+    turn = tl.load(table + patch * K + o_k[None, :], mask=there, other=0.0)
+    cosine, sine = tl.split(tl.reshape(turn, [BP, K // 2, 2]))
+    heads = ()  # all on their way before the first is stored: out may be x
+    for h in tl.static_range(BH):
+        head = i_h * BH + h
+        p_x = x + patch * s_x + head * s_xh + o_k[None, :]
+        heads = heads + (tl.load(p_x, mask=there & (none + head < H), other=0.0),)  # noqa: RUF005
+    for h in tl.static_range(BH):
+        head = i_h * BH + h
+        even, odd = tl.split(tl.reshape(heads[h].to(tl.float32), [BP, K // 2, 2]))
+        turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        turned = tl.reshape(turned, [BP, K]).to(out.dtype.element_ty)
+        p_out = out + patch * s_out + head * s_outh + o_k[None, :]
+        tl.store(p_out, turned, mask=there & (none + head < H))

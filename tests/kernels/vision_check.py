@@ -224,7 +224,7 @@ def check_queries_turned_in_attention() -> None:
     w, items = weights(heads, key, width, inner, dtype), Packed.of(lengths, DEVICE)
     x = normal(sum(lengths), width, dtype=dtype)
     want = BLOCK(x.clone(), w, table, items)
-    shape = RotateShape(4, 8, 4, backwards=True)
+    shape = RotateShape(8, 4, 4, backwards=True)
     for early in (False, True):
         block = replace(
             BLOCK,
