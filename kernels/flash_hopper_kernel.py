@@ -42,6 +42,13 @@ def work_item(tiles, i, M):
 
 
 @gluon.jit
+def all_see_last(tiles, i, M, BN: gl.constexpr):
+    """Whether each query of the work item ``i`` sees a key of the last tile."""
+    _, p_tile = work_item(tiles, i, M)
+    return gl.load(p_tile + 4) > (gl.cdiv(gl.load(p_tile + 3), BN) - 1) * BN
+
+
+@gluon.jit
 def fetch_item(
     q, q_rest, k, k_rest, v, tiles, rooms, words, strides, i, done, turn, M, K: gl.constexpr,
     P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -84,16 +91,21 @@ def fetch_item(
 @gluon.jit
 def fetch_tiles(
     q, q_rest, k, k_rest, v, tiles, again, rooms, words, strides, M, COUNT, K: gl.constexpr,
-    P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, FIXED: gl.constexpr, STAGES: gl.constexpr,
+    P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """What one warp does: copies of all work items, and of those that are done again."""
     done = 0
     turn = 0
     for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
-        done, turn = fetch_item(
-            q, q_rest, k, k_rest, v, tiles, rooms, words, strides, i, done, turn, M, K, P, V, BN,
-            STAGES,
-        )  # fmt: skip
+        now = True
+        if FIXED and CAUSAL:
+            now = all_see_last(tiles, i, M, BN)
+        if now:
+            done, turn = fetch_item(
+                q, q_rest, k, k_rest, v, tiles, rooms, words, strides, i, done, turn, M, K, P, V,
+                BN, STAGES,
+            )  # fmt: skip
     if FIXED:
         mbarrier.wait(words[6].index(0), 0)
         if marked(again, COUNT + gl.program_id(0)):
@@ -294,10 +306,15 @@ def attend_side(
     if ORDERED and SIDE == 1:
         give_turn(14)
     for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
-        done, turn, outgrown = attend_item(
-            tiles, turns, out, rooms, words, scale, i, done, turn, H, M, TOTAL, SIDE, K, P, V, BN,
-            CAUSAL, TURN, FIXED, ORDERED, STAGES,
-        )  # fmt: skip
+        now = True
+        outgrown = 1
+        if FIXED and CAUSAL:
+            now = all_see_last(tiles, i, M, BN)
+        if now:
+            done, turn, outgrown = attend_item(
+                tiles, turns, out, rooms, words, scale, i, done, turn, H, M, TOTAL, SIDE, K, P, V,
+                BN, CAUSAL, TURN, FIXED, ORDERED, STAGES,
+            )  # fmt: skip
         if FIXED:
             gl.store(again + i * 2 + SIDE, outgrown)
             any_outgrown = gl.maximum(any_outgrown, outgrown)
@@ -388,7 +405,7 @@ def flash_hopper_kernel(
                 fetch_tiles,
                 (
                     q, q_rest, k, k_rest, v, tiles, again, rooms, words, strides, M, COUNT, K, P,
-                    V, BN, FIXED, STAGES,
+                    V, BN, CAUSAL, FIXED, STAGES,
                 ),
             ),
         ],

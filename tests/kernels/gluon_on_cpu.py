@@ -248,6 +248,8 @@ class _Language(ModuleType):
     @staticmethod
     def store(at: Pointer, value: torch.Tensor, mask: Any = None, cache_modifier: str = "") -> None:
         flat, where, live = at.cells(mask)
+        if isinstance(value, int):
+            value = torch.tensor(value, dtype=flat.dtype)
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
 

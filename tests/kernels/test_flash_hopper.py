@@ -179,7 +179,7 @@ def test_queries_see_what_is_before_them() -> None:
     """Keys in two parts, the second one's own or shared by the heads; prefixes; odd lengths."""
     torch.manual_seed(3)
     random.seed(3)
-    lengths, contexts = (1, 128, 65, 200, 3), (1, 128, 385, 457, 258)
+    lengths, contexts = (1, 128, 65, 200, 3), (1, 128, 385, 456, 258)
     q, v = rows_of(sum(lengths), HEADS, 192), rows_of(sum(contexts), HEADS, 128)
     joined, shared = rows_of(sum(contexts), HEADS, 192), rows_of(sum(contexts), 1, 64)
     queries, keys = Packed.of(lengths, CPU), Packed.of(contexts, CPU)
@@ -194,8 +194,14 @@ def test_queries_see_what_is_before_them() -> None:
         )  # fmt: skip
         got = attend()
         assert torch.equal(attend(programs=2), got)
-        for length, a, b in zip(lengths, got.split(lengths), want.split(lengths), strict=True):
-            assert (a.double() - b).norm() < 5e-3 * b.norm(), length
+        assert torch.equal(attend(programs=3, ordered=True), got)
+        fixed = attend(programs=3, fixed=True)
+        for x in (got, fixed):
+            for length, a, b in zip(lengths, x.split(lengths), want.split(lengths), strict=True):
+                assert (a.double() - b).norm() < 5e-3 * b.norm(), length
+        # Behind 255 others, the first of three sees nothing of the last tile of keys.
+        assert torch.equal(fixed[-3:], got[-3:])
+        assert not torch.equal(fixed[194:394], got[194:394])
 
 
 _TURNED = "piece.store(turned.to(gl.bfloat16))\n"
