@@ -56,9 +56,9 @@ def hopper_flash(
     programs: int | None = None,
     turns: torch.Tensor | None = None,
     early: bool = False,
-    fixed: bool = False,
-    ordered: bool = False,
-    stages: int = 2,
+    fixed: bool = True,
+    ordered: bool = True,
+    stages: int | None = None,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """As :func:`k3vl.kernels.flash.flash`, of calls that :func:`hopper_flash_takes`.
@@ -68,11 +68,13 @@ def hopper_flash(
     so-manieth tile, where all tiles cost the same (equally long items, nothing causal); otherwise
     one a tile, as the device then gives the next to whoever is free.
 
-    ``turns``, [N, K / 2] complex64: queries are turned by them first, to the bits that
-    :mod:`k3vl.kernels.vision_pos` gives. ``early``: see ``dependent.py``.
-    ``fixed``: powers are relative to a score of the first tile, and tiles of queries where one is
-    larger by 2^64 are done again with the largest. ``ordered``: one group's products begin when
-    the other has its scores. ``stages``: tiles of keys and values on their way or in use.
+    ``turns``, [N, K / 2] complex64: queries are turned by them first, and rounded, as
+    :mod:`k3vl.kernels.vision_pos` does. ``early``: see ``dependent.py``.
+
+    For measurements: ``fixed``, powers are relative to the largest score of the first tile, not of
+    all tiles so far; ``ordered``, one group's products begin when the other has its scores;
+    ``stages``, tiles of keys and values on their way or in use, None for as many as there is
+    memory for.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -108,7 +110,7 @@ def hopper_flash(
         "TURN": turns is not None,
         "FIXED": fixed,
         "ORDERED": ordered,
-        "STAGES": stages,
+        "STAGES": stages or (2 if both else 3),
         "PDL": early,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel

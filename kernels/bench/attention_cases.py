@@ -15,7 +15,8 @@ from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
-from k3vl.kernels.flash import FlashShape, flash
+from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash_hopper import hopper_flash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -219,7 +220,7 @@ def mla_prefill_cases() -> Iterator[Case]:
             mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
         )
         so = partial(
-            flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
+            hopper_flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
             keys=Packed.of((keys,), q.device), causal=True,
             rest=shared.unsqueeze(1).expand(-1, heads, -1),
         )  # fmt: skip
@@ -254,8 +255,8 @@ def mla_prefill_cases() -> Iterator[Case]:
             flops=2 * heads * pairs * 320,
             variants={
                 "in Triton": partial(run, shape=TRITON_SHAPE),
-                "in turns": partial(so, ordered=True),
-                "one maximum": partial(so, fixed=True),
+                "not in turns": partial(so, ordered=False),
+                "a maximum for every tile": partial(so, fixed=False),
             },
             compared=True,
             peers=peers,
@@ -277,6 +278,9 @@ def vision_cases() -> Iterator[Case]:
         q, k, v = qkv.split(heads, 1)
         items = Packed.of(lengths, q.device)
         run = partial(vision_attention, q, k, v, items)
+        so = partial(
+            hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None
+        )
         yield Case(
             op="vision_attention",
             shape=f"{name} patches H12 K128",
@@ -287,9 +291,8 @@ def vision_cases() -> Iterator[Case]:
             flops=4 * heads * 128 * sum(n * n for n in lengths),
             variants={
                 "in Triton": partial(run, shape=FlashShape(64, 64, 4, 3)),
-                "in turns": partial(run, ordered=True, stages=3),
-                "one maximum": partial(run, fixed=True),
-                "one maximum, in turns": partial(run, fixed=True, ordered=True, stages=3),
+                "not in turns": partial(so, ordered=False),
+                "a maximum for every tile": partial(so, fixed=False),
             },
             compared=True,
             peers={
@@ -305,7 +308,7 @@ _ROTATIONS = (
     RotateShape(4, 4, 2),
     RotateShape(8, 8, 4),
     RotateShape(16, 4, 8),
-    RotateShape(8, 4, 4, backwards=True),
+    RotateShape(8, 4, 2),
 )
 
 

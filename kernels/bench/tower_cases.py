@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,7 @@ from k3vl.config import MediaConfig, VisionConfig, parse_config
 from k3vl.kernels.bench import sglang_tower
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.recording import GraphRunner
-from k3vl.kernels.rms_norm.gpu import rms_norm
 from k3vl.kernels.vision import REFERENCE, triton_vision
-from k3vl.kernels.vision_attention.gpu import vision_attention
-from k3vl.kernels.vision_block.gpu import VisionBlockGPU
-from k3vl.kernels.vision_pos.gpu import RotateShape, rotate_in_place
 from k3vl.synthetic import slice_config
 from k3vl.vision.projector import PatchMerger
 from k3vl.vision.tower import Grid, VisionTower
@@ -51,10 +47,7 @@ def tower_cases() -> Iterator[Case]:
             bytes=sum(t.nbytes for t in tensors.values()) + patches.nbytes
             + sum(lengths) // 4 * config.text_hidden_size * 2,
             flops=_flops(config, lengths),
-            variants={
-                "recorded": Peer(partial(_recorded, encode, patches, grids)),
-                **_other_blocks(config, tensors, patches, grids),
-            },
+            variants={"recorded": Peer(partial(_recorded, encode, patches, grids))},
             compared=True,
             peers=sglang_tower.tower_peers(patches, grids, theirs),
         )  # fmt: skip
@@ -77,40 +70,6 @@ def _recorded(encode: Encoder, patches: torch.Tensor, grids: Sequence[Grid]) -> 
     plan = encode.tower.plan(grids)
     step = GraphRunner().make(lambda: encode.projector(encode.tower.run(patches, plan)))
     return Work(step, step)
-
-
-_BACKWARDS = RotateShape(8, 4, 4, backwards=True)
-
-
-def _blocks() -> dict[str, VisionBlockGPU]:
-    """Other ways to turn queries and keys, and to attend."""
-    turned = partial(rotate_in_place, shape=_BACKWARDS, early=True)
-    block = VisionBlockGPU(norm=rms_norm, rotate=turned, attention=vision_attention)
-    early = partial(vision_attention, early=True)
-    in_turns = partial(early, ordered=True, stages=3)
-    return {
-        "queries turned in attention": replace(block, turning=early),
-        "the same, in turns": replace(block, turning=in_turns),
-        "the same, one maximum": replace(block, turning=partial(early, fixed=True)),
-        "the same, one maximum, in turns": replace(block, turning=partial(in_turns, fixed=True)),
-    }
-
-
-def _other_blocks(
-    config: VisionConfig,
-    tensors: Mapping[str, torch.Tensor],
-    patches: torch.Tensor,
-    grids: Sequence[Grid],
-) -> dict[str, Peer]:
-    """Recorded, each with weights of its own for as long as it is its turn."""
-
-    def prepare(block: VisionBlockGPU) -> Work:
-        encode, places = build(config, replace(triton_vision(), block=block), torch.bfloat16)
-        for name, place in places.items():
-            place.copy_(tensors[name])
-        return _recorded(encode, patches, grids)
-
-    return {f"recorded, {how}": Peer(partial(prepare, block)) for how, block in _blocks().items()}
 
 
 def build(

@@ -13,12 +13,11 @@ from k3vl.kernels.vision_pos.rotate_kernel import rotate_kernel
 
 
 class RotateShape(NamedTuple):
-    """Patches and heads of a program, its warps, and whether the last patches come first."""
+    """Patches and heads of a program, and its warps."""
 
     patches: int
     heads: int
     warps: int
-    backwards: bool = False
 
 
 def rotate(
@@ -31,23 +30,14 @@ def rotate(
 
 
 def rotate_in_place(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    shape: RotateShape | None = None,
-    early: bool = False,
+    x: torch.Tensor, table: torch.Tensor, *, shape: RotateShape | None = None
 ) -> None:
-    """As :func:`rotate`, into the memory of ``x``; ``early``: see ``dependent.py``."""
-    _launch(x, table, x, shape, early=early and begins_early(x))
+    """As :func:`rotate`, into the memory of ``x``."""
+    _launch(x, table, x, shape)
 
 
 def _launch(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    out: torch.Tensor,
-    shape: RotateShape | None,
-    *,
-    early: bool = False,
+    x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, shape: RotateShape | None
 ) -> None:
     fits = x.ndim == 3 and x.shape[2] >= 4 and not x.shape[2] & (x.shape[2] - 1)
     if not fits or tuple(table.shape) != (x.shape[0], x.shape[2] // 2) or x.stride(2) != 1:
@@ -56,10 +46,9 @@ def _launch(
     if not patches:
         return
     layout = shape or RotateShape(8, min(4, heads), 4)
-    grid = (triton.cdiv(patches, layout.patches), triton.cdiv(heads, layout.heads))
-    if layout.backwards:
-        grid = (grid[0] * grid[1], 1)
-    rotate_kernel[grid](
+    grid = triton.cdiv(patches, layout.patches) * triton.cdiv(heads, layout.heads)
+    early = begins_early(x)
+    rotate_kernel[(grid,)](
         x,
         torch.view_as_real(table).contiguous(),
         out,
@@ -70,7 +59,6 @@ def _launch(
         K=width,
         BP=layout.patches,
         BH=layout.heads,
-        BACKWARDS=layout.backwards,
         PDL=early,
         num_warps=layout.warps,
         launch_pdl=early,

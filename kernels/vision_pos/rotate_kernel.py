@@ -11,21 +11,18 @@ from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 @triton.jit
 def rotate_kernel(
     x, table, out, P, H, s_x, s_xh, s_out, s_outh, K: tl.constexpr, BP: tl.constexpr,
-    BH: tl.constexpr, BACKWARDS: tl.constexpr, PDL: tl.constexpr,
+    BH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BP patches, BH heads; ``table`` holds cosine and sine of every pair. ``out`` may be ``x``.
 
-    ``BACKWARDS``: the last patches first, all their heads before others, from one axis of programs:
-    what was written last may still be in the L2 cache.
+    The last patches first, all their heads before others: what was written last may still be in
+    the L2 cache.
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
-    i_p = tl.program_id(0)
-    i_h = tl.program_id(1)
-    if BACKWARDS:
-        i = tl.num_programs(0) - 1 - tl.program_id(0)
-        i_p = i // tl.cdiv(H, BH)
-        i_h = i % tl.cdiv(H, BH)
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_p = i // tl.cdiv(H, BH)
+    i_h = i % tl.cdiv(H, BH)
     patch = i_p * BP + tl.arange(0, BP)
     o_k = tl.arange(0, K)
     there = (patch < P)[:, None]
