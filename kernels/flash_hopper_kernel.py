@@ -1,10 +1,10 @@
 """Softmax attention over packed sequences for compute capability 9.0, in Gluon.
 
 After FlashAttention 3: a warp copies tiles of keys and values, two groups of four warps hold 64
-queries each, so that one's softmax runs beside the other's products; within a group
-the scores of a tile are computed beside the mixture of the tile before. Unlike there, a group begins
-its products when the other has its scores, and powers are relative to the largest score of a row's
-first tile: no maxima, no rescaling in the loop. Items where a score outgrows that are done again.
+queries each, so that one's softmax runs beside the other's products; within a group the scores of a
+tile are computed beside the mixture of the tile before. Unlike there, a group begins its products
+when the other has its scores, and powers are relative to the largest score of a row's first tile:
+no maxima, no rescaling in the loop. Items where a score outgrows that are done again.
 
 A work item is a tile of queries of one head. ``tiles`` has a row of five numbers (int64) for each
 tile: its first query, how many there are, the sequence's first key, how many keys any of the
