@@ -16,6 +16,7 @@ from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
 from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash_hopper import hopper_flash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -219,6 +220,11 @@ def mla_prefill_cases() -> Iterator[Case]:
         run = partial(
             mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
         )
+        so = partial(
+            hopper_flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
+            keys=Packed.of((keys,), q.device), causal=True,
+            rest=shared.unsqueeze(1).expand(-1, heads, -1),
+        )  # fmt: skip
         pairs = queries * keys - queries * (queries - 1) / 2
         peers: dict[str, Callable[[], object] | Peer] = {}
         if queries == keys:  # PyTorch's causal mask starts at the upper left
@@ -248,7 +254,11 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={"in Triton": partial(run, shape=TRITON_SHAPE)},
+            variants={
+                "in Triton": partial(run, shape=TRITON_SHAPE),
+                "not in turns": partial(so, ordered=False),
+                "a maximum for every tile": partial(so, fixed=False),
+            },
             compared=True,
             peers=peers,
         )
@@ -269,6 +279,9 @@ def vision_cases() -> Iterator[Case]:
         q, k, v = qkv.split(heads, 1)
         items = Packed.of(lengths, q.device)
         run = partial(vision_attention, q, k, v, items)
+        so = partial(
+            hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None
+        )
         yield Case(
             op="vision_attention",
             shape=f"{name} patches H12 K128",
@@ -277,7 +290,11 @@ def vision_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=4 * total * heads * 256,
             flops=4 * heads * 128 * sum(n * n for n in lengths),
-            variants={"in Triton": partial(run, shape=FlashShape(64, 64, 4, 3))},
+            variants={
+                "in Triton": partial(run, shape=FlashShape(64, 64, 4, 3)),
+                "not in turns": partial(so, ordered=False),
+                "a maximum for every tile": partial(so, fixed=False),
+            },
             compared=True,
             peers={
                 "PyTorch scaled_dot_product_attention, equal items together": partial(
@@ -289,12 +306,10 @@ def vision_cases() -> Iterator[Case]:
 
 
 _ROTATIONS = (
-    RotateShape(1, 8, 1),
-    RotateShape(2, 8, 2),
-    RotateShape(4, 8, 2),
+    RotateShape(4, 4, 2),
     RotateShape(8, 8, 4),
-    RotateShape(8, 8, 8),
-    RotateShape(1, 32, 4),
+    RotateShape(16, 4, 8),
+    RotateShape(8, 4, 2),
 )
 
 
