@@ -30,6 +30,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.mla.turned import TurnedShape
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -89,12 +90,14 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
-def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
+def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
     """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
     most = max(1, 132 // (2 * batch))
-    shapes: list[DecodeShape | HopperShape] = [
+    shapes: list[DecodeShape | HopperShape | TurnedShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
+    if batch > 1:
+        shapes.append(TurnedShape(max(1, 132 // batch)))
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}

@@ -30,6 +30,7 @@ from k3vl.kernels.mla.hopper import (
     hopper_parts,
     hopper_takes,
 )
+from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_takes
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
@@ -151,7 +152,7 @@ def mla_decode(
     scale: float,
     page: int = 1,
     *,
-    shape: DecodeShape | HopperShape | None = None,
+    shape: DecodeShape | HopperShape | TurnedShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_decode`."""
     batch, heads, width = q.shape
@@ -171,7 +172,7 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    lean = isinstance(layout, HopperShape) and layout.lean
+    lean = isinstance(layout, (HopperShape, TurnedShape)) and layout.lean
     dtype = torch.bfloat16 if lean else torch.float32
     parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
@@ -182,6 +183,11 @@ def mla_decode(
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
         tile = TILE
         hopper_parts(*args, layout, results=(out, parts, sums), early=early)
+    elif isinstance(layout, TurnedShape):
+        if not turned_takes(q, latents, rows, latent_width, page):
+            raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
+        tile = TILE
+        turned_parts(*args, layout, results=(out, parts, sums), early=early)
     else:
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))

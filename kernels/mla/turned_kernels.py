@@ -1,0 +1,321 @@
+"""Absorbed MLA decode of 96 heads for compute capability 9.0, turned: heads are a product's columns.
+
+Rows of the tensor cores come 64 at a time, columns by eights. With latents as rows of the scores
+and channels as rows of the mixtures nothing of 96 heads is padding, and one program serves them
+all, so a latent is fetched once. Products with such widths are PTX (``turned_ptx.py``).
+"""
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
+from k3vl.kernels.mla import turned_ptx as ptx
+from k3vl.kernels.mla.hopper_kernels import tile_row
+
+BEGIN_SCORES, BEGIN_TYPES = gl.constexpr(ptx.BEGIN_SCORES), gl.constexpr(ptx.BEGIN_TYPES)
+SHARED_SCORES, END_SCORES = gl.constexpr(ptx.SHARED_SCORES), gl.constexpr(ptx.END_SCORES)
+SCORES_TYPES = gl.constexpr(ptx.SCORES_TYPES)
+MIX, MIX_TYPES = gl.constexpr(ptx.MIX), gl.constexpr(ptx.MIX_TYPES)
+MIX_WAITS, MIX_WAIT_TYPES = gl.constexpr(ptx.MIX_WAITS), gl.constexpr(ptx.MIX_WAIT_TYPES)
+JUDGE, WEIGH, SOFTMAX_TYPES = (gl.constexpr(x) for x in (ptx.JUDGE, ptx.WEIGH, ptx.SOFTMAX_TYPES))
+VERDICT, CHECK_PLACE = gl.constexpr(ptx.VERDICT), gl.constexpr(ptx.CHECK_PLACE)
+SLABS = gl.constexpr(ptx.SLABS)
+EARLY_SLAB, LATE_SLAB, SHARED_SLAB, QUERY_SLAB, PROBABILITY_SLAB = (
+    gl.constexpr(x // 4096)
+    for x in (ptx.EARLY, ptx.LATE, ptx.SHARED, ptx.QUERIES, ptx.PROBABILITIES)
+)
+
+
+@gluon.jit
+def begin_scores(_room, offset):
+    """Three tensors [2 x 64 latents, 16 heads]: of the early channels, under way."""
+    return gl.inline_asm_elementwise(
+        BEGIN_SCORES, BEGIN_TYPES, [offset],
+        dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def more_scores(_room, s, LAST: gl.constexpr):
+    """Add the shared part's scores, or the late channels'; those are waited for."""
+    return gl.inline_asm_elementwise(
+        END_SCORES if LAST else SHARED_SCORES, SCORES_TYPES, [s[0], s[1], s[2], 0],
+        dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def judge(_notes, s, scale):
+    """Note if a score exceeds its reference by too much."""
+    gl.inline_asm_elementwise(
+        JUDGE, SOFTMAX_TYPES, [s[0], s[1], s[2], scale], dtype=gl.int32, is_pure=False, pack=8
+    )
+
+
+@gluon.jit
+def verdict(_notes):
+    """What has been noted."""
+    return gl.inline_asm_elementwise(VERDICT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def check_place(_notes):
+    """Fail unless the notes lie where PTX expects them, and so the room before them."""
+    gl.inline_asm_elementwise(CHECK_PLACE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def weigh(_room, _notes, s, scale):
+    """Write probabilities."""
+    gl.inline_asm_elementwise(
+        WEIGH, SOFTMAX_TYPES, [s[0], s[1], s[2], scale], dtype=gl.int32, is_pure=False, pack=8
+    )
+
+
+@gluon.jit
+def mix(_room, acc, offset):
+    """Begin to add a tile's values: first the late channels, then, apart, the early ones."""
+    return gl.inline_asm_elementwise(
+        MIX, MIX_TYPES,
+        [acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7], acc[8], acc[9], acc[10],
+         acc[11], offset],
+        dtype=(gl.float32,) * 12, is_pure=False, pack=16,
+    )  # fmt: skip
+
+
+@gluon.jit
+def mix_wait(acc, LEFT: gl.constexpr):
+    """Wait until at most so many halves are under way."""
+    return gl.inline_asm_elementwise(
+        MIX_WAITS[LEFT], MIX_WAIT_TYPES,
+        [acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7], acc[8], acc[9], acc[10],
+         acc[11]],
+        dtype=(gl.float32,) * 12, is_pure=False, pack=16,
+    )  # fmt: skip
+
+
+@gluon.jit
+def slabs(room, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, at):
+    """A part of the room as [ROWS, COLUMNS]."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return room.index(FIRST + at)._reinterpret(gl.bfloat16, [ROWS, COLUMNS], TILE)
+
+
+@gluon.jit
+def keep(room):
+    """Nothing else may lie there before: the compiler does not know what PTX uses."""
+    room._keep_alive()
+
+
+@gluon.jit
+def zero_rows(tile, left):
+    """Clear rows of [64, 64] from ``left`` on: they may hold NaN, and 0 x NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    o_n = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    tile.store(gl.where((o_n < left)[:, None], tile.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def raised(s, acc, total, notes, scale):
+    """Raise every head's reference to the highest score so far; what was added becomes less."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
+    more = ()
+    sums = ()
+    meet()
+    for n in gl.static_range(3):
+        peak = gl.max(s[n].reshape([2, 64, 16]), 1).reshape([32]) * scale
+        old = notes.index(n).load(FLAT)
+        new = gl.maximum(old, gl.convert_layout(peak, FLAT))
+        meet()
+        notes.index(n).store(new)
+        kept = gl.exp2(old - new)
+        sums = sums + (total[n] * gl.convert_layout(kept, ROWS),)  # noqa: RUF005
+        column = gl.convert_layout(kept, gl.SliceLayout(0, O))[None, :]
+        for m in gl.static_range(4):
+            more = more + (acc[3 * m + n] * column,)  # noqa: RUF005
+    notes.index(3).store(gl.zeros([32], gl.float32, FLAT))
+    meet()
+    acc = (more[0], more[4], more[8], more[1], more[5], more[9], more[2], more[6], more[10],
+           more[3], more[7], more[11])  # fmt: skip
+    return acc, sums
+
+
+@gluon.jit
+def mla_decode_turned_kernel(
+    values,
+    shared,
+    q,
+    rows,
+    lengths,
+    out,
+    parts,
+    weights,
+    s_q,
+    s_qh,
+    s_rows,
+    s_page,
+    rows_end,
+    scale,
+    H,
+    SPLITS,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    PAGE: gl.constexpr,
+    BN: gl.constexpr,
+    WHOLE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """All heads of one sequence over one part of its context; see ``mla_decode_sides_kernel``."""
+    if PDL:
+        let_next_begin()
+        wait_for_inputs()
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 16, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
+    i_b = gl.program_id(1).to(gl.int64)
+    i_s = gl.program_id(2)
+    length = gl.load(lengths + i_b).to(gl.int32)
+    share = gl.cdiv(gl.cdiv(length, SPLITS), BN) * BN
+    start = share * i_s
+    end = gl.minimum(start + share, length)
+    tiles = gl.cdiv(gl.maximum(end - start, 0), BN)
+    p_rows = rows + i_b * s_rows
+    room = gl.allocate_shared_memory(gl.bfloat16, [SLABS, 32, 64], gl.NVMMASharedLayout(128, 16, 2))
+    notes = gl.allocate_shared_memory(gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Of early channels by turns, late ones, the shared part.
+    landed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(landed.index(i), count=1)
+    fence_async_shared()
+    meet()
+    HALF: gl.constexpr = BN * (R // 2) * 2
+    if tiles > 0:
+        row = tile_row(p_rows, s_page, start, end, rows_end, PAGE)
+        mbarrier.expect(landed.index(0), HALF)
+        begin_copy(values, [row, 0], landed.index(0), slabs(room, EARLY_SLAB, BN, R // 2, 0))
+        mbarrier.expect(landed.index(3), BN * P * 2)
+        begin_copy(shared, [row, R], landed.index(3), slabs(room, SHARED_SLAB, BN, P, 0))
+        mbarrier.expect(landed.index(2), HALF)
+        begin_copy(values, [row, R // 2], landed.index(2), slabs(room, LATE_SLAB, BN, R // 2, 0))
+    next_row = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
+    if tiles > 1:
+        mbarrier.expect(landed.index(1), HALF)
+        begin_copy(values, [next_row, 0], landed.index(1), slabs(room, EARLY_SLAB, BN, R // 2, 8))
+    o_h = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    p_q = q + i_b * s_q + o_h[:, None] * s_qh + o_k[None, :]
+    for k in gl.static_range((R + P) // 64):
+        for n in gl.static_range(3):
+            b_q = gl.load(p_q + n * 32 * s_qh + k * 64, mask=(n * 32 + o_h < H)[:, None], other=0.0)
+            room.index(QUERY_SLAB + 3 * k + n).store(b_q)
+    for n in gl.static_range(4):
+        notes.index(n).store(gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))
+    fence_async_shared()
+    meet()
+    check_place(notes)
+    acc = (gl.zeros([128, 32], gl.float32, O),) * 12
+    total = (gl.zeros([32], gl.float32, gl.SliceLayout(1, ROWS)),) * 3
+    o_n = gl.arange(0, 128, gl.SliceLayout(1, S)) % 64
+    for j in range(tiles):
+        odd = j & 1
+        at = start + j * BN
+        early_row = tile_row(p_rows, s_page, at + 2 * BN, end, rows_end, PAGE)
+        mbarrier.wait(landed.index(odd), (j >> 1) & 1)
+        s = begin_scores(room, gl.full([128, 16], odd * HALF, gl.int32, S))
+        mbarrier.wait(landed.index(3), odd)
+        s = more_scores(room, s, False)
+        mbarrier.wait(landed.index(2), odd)
+        s = more_scores(room, s, True)
+        left = end - at
+        if left < BN:
+            there = (o_n < left)[:, None]
+            s = (
+                gl.where(there, s[0], float("-inf")),
+                gl.where(there, s[1], float("-inf")),
+                gl.where(there, s[2], float("-inf")),
+            )
+            meet()
+            for k in gl.static_range(4):
+                zero_rows(slabs(room, LATE_SLAB + 2 * k, BN, 64, 0), left)
+                zero_rows(slabs(room, EARLY_SLAB + 2 * k, BN, 64, 8 * odd), left)
+        judge(notes, s, scale)
+        meet()
+        if j + 1 < tiles:
+            mbarrier.expect(landed.index(3), BN * P * 2)
+            begin_copy(shared, [next_row, R], landed.index(3), slabs(room, SHARED_SLAB, BN, P, 0))
+        if verdict(notes) != 0:
+            acc, total = raised(s, acc, total, notes, scale)
+        weigh(room, notes, s, scale)
+        fence_async_shared()
+        meet()
+        acc = mix(room, acc, odd * HALF)
+        sums = ()
+        for n in gl.static_range(3):
+            b_p = room.index(PROBABILITY_SLAB + n).load(ROWS).to(gl.float32)
+            sums = sums + (total[n] + gl.sum(b_p, 1),)  # noqa: RUF005
+        total = sums
+        acc = mix_wait(acc, 1)
+        meet()
+        if j + 1 < tiles:
+            mbarrier.expect(landed.index(2), HALF)
+            begin_copy(
+                values, [next_row, R // 2], landed.index(2), slabs(room, LATE_SLAB, BN, R // 2, 0)
+            )
+        acc = mix_wait(acc, 0)
+        meet()
+        if j + 2 < tiles:
+            mbarrier.expect(landed.index(odd), HALF)
+            begin_copy(
+                values, [early_row, 0], landed.index(odd),
+                slabs(room, EARLY_SLAB, BN, R // 2, 8 * odd),
+            )  # fmt: skip
+        next_row = early_row
+    write(
+        acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, start < length, R, WHOLE
+    )
+
+
+@gluon.jit
+def write(
+    acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, there, R: gl.constexpr,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Mixtures to [B, H, R] or [B, H, SPLITS, R], a head's channels together, by way of the room.
+
+    Column c of block n is head 16 n + c % 16 of the first or, from 16 on, the second 48.
+    """
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, O)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    SUMS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+    o_c = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
+    o_r = gl.arange(0, 128, gl.SliceLayout(0, ROWS))
+    o_w = gl.arange(0, 32, SUMS)
+    for n in gl.static_range(3):
+        share = gl.convert_layout(1.0 / gl.maximum(total[n], 1e-30), COLUMN)[None, :]
+        for m in gl.static_range(4):
+            stage = slabs(room, 2 * (4 * n + m), 32, 128, 0)
+            stage.permute((1, 0)).store((acc[3 * m + n] * share).to(gl.bfloat16))
+    for n in gl.static_range(3):
+        o_h = o_c // 16 * 48 + n * 16 + o_c % 16
+        row = (i_b * H + o_h) * SPLITS + i_s
+        for m in gl.static_range(4):
+            stage = slabs(room, 2 * (4 * n + m), 32, 128, 0)
+            channel = (1 - m // 2) * (R // 2) + o_r // 64 * 128 + m % 2 * 64 + o_r % 64
+            at = row[:, None] * R + channel[None, :]
+            if WHOLE:
+                gl.store(out + at, stage.load(ROWS), mask=(o_h < H)[:, None])
+            else:
+                gl.store(parts + at, stage.load(ROWS), mask=(o_h < H)[:, None] & there)
+        if not WHOLE:
+            # Of a part that is empty there is only the weight, and that is nothing.
+            o_h = o_w // 16 * 48 + n * 16 + o_w % 16
+            p_weights = weights + (i_b * H + o_h) * SPLITS + i_s
+            gl.store(p_weights, notes.index(n).load(SUMS) + gl.log2(total[n]), mask=o_h < H)
+    keep(room)

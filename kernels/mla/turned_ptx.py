@@ -1,0 +1,233 @@
+"""What :mod:`turned_kernels` says in PTX: products with 96 and 48 columns, which Gluon has not.
+
+Eight warps are two groups of four, each of which issues products of its own. Where operands lie in
+the kernel's shared memory is fixed here, in bytes from its begin, where the kernel's only large
+allocation lies: two halves of channels by turns, the other half, the shared part, queries,
+probabilities. All of it is in rows of 128 bytes in the 128-byte swizzle; a block has 64 columns.
+
+Matrix descriptors, after the PTX ISA ("Matrix Descriptor Format"): address / 16; from bit 32 on the
+way between groups of eight rows / 16; bit 62: 128-byte swizzle. An operand that is read along its
+rows moves on by 32 bytes for 16 more of its columns, a transposed one by 16 rows.
+"""
+
+from __future__ import annotations
+
+HEADS, TILE = 96, 64
+LIMIT = 64.0
+"""A score may exceed its head's reference by so much, as a power of two, until it is raised."""
+
+BLOCK = TILE * 128
+"""Bytes of 64 latents' 64 channels."""
+EARLY, LATE, SHARED, QUERIES = 0, 8 * BLOCK, 12 * BLOCK, 13 * BLOCK
+PROBABILITIES = QUERIES + 9 * HEADS * 128
+SLABS = (PROBABILITIES + HEADS * 128) // 4096
+"""Of 32 rows, in all."""
+NOTES = SLABS * 4096
+"""Behind it: float32 [96] references, whether one is to be raised."""
+
+_DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32
+
+_WHO = """
+    .reg .b32 thread, group, warp, lane, base, t;
+    mov.u32 thread, %tid.x;
+    shr.u32 group, thread, 7;
+    shfl.sync.idx.b32 group, group, 0, 31, -1;
+    mov.u32 base, global_smem;"""
+
+
+def _list(first: int, count: int) -> str:
+    return ", ".join(f"${i}" for i in range(first, first + count))
+
+
+def _described(name: str, address: str) -> str:
+    """A 64-bit register with the descriptor of an address that a 32-bit one has."""
+    return f"""
+    .reg .b64 {name};
+    shr.u32 t, {address}, 4;
+    cvt.u64.u32 {name}, t;
+    or.b64 {name}, {name}, {_DESCRIPTOR};"""
+
+
+def _scores(where: int, first_block: int, blocks: int, *, begin: bool, end: bool) -> str:
+    """24 registers [64 latents, 48 heads] += a tile's blocks times the group's queries.
+
+    ``$48``: bytes from ``where`` to the first of the blocks.
+    """
+    steps = []
+    for block in range(blocks):
+        for k in range(4):
+            left = block * BLOCK + 32 * k
+            right = (first_block + block) * HEADS * 128 + 32 * k
+            adds = 0 if begin and not block and not k else 1
+            steps.append(f"""
+    add.s64 c, left, {left >> 4};
+    add.s64 d, right, {right >> 4};
+    wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {{{_list(0, 24)}}}, c, d,
+        {"1" if adds else "0"}, 1, 1, 0, 0;""")
+    wait = "wgmma.wait_group.sync.aligned 0;" if end else ""
+    return f"""{{{_WHO}
+    .reg .b32 x, y;
+    .reg .b64 c, d;
+    add.u32 x, base, {where};
+    add.u32 x, x, $48;
+    mad.lo.u32 y, group, {HEADS // 2 * 128}, base;
+    add.u32 y, y, {QUERIES};{_described("left", "x")}{_described("right", "y")}
+    wgmma.fence.sync.aligned;{"".join(steps)}
+    wgmma.commit_group.sync.aligned;
+    {wait}
+    }}"""
+
+
+def _mixing() -> str:
+    """192 registers [256 channels, 96 heads] of each group += values, turned, times probabilities.
+
+    A block of channels after the other, late ones first; ``$384``: bytes from ``EARLY`` to this
+    tile's early channels. Two groups of products.
+    """
+    text = []
+    for m in range(4):
+        where = "late" if m < 2 else "early"
+        for k in range(4):
+            left, right = (m % 2 * BLOCK + k * 16 * 128) >> 4, (32 * k) >> 4
+            text.append(f"""
+    add.s64 c, {where}, {left};
+    add.s64 d, right, {right};
+    wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {{{_list(48 * m, 48)}}}, c, d,
+        1, 1, 1, 1, 0;""")
+        if m % 2:
+            text.append("\n    wgmma.commit_group.sync.aligned;")
+    return f"""{{{_WHO}
+    .reg .b32 x, y;
+    .reg .b64 c, d;
+    mad.lo.u32 x, group, {2 * BLOCK}, base;
+    add.u32 y, x, {LATE};{_described("late", "y")}
+    add.u32 y, x, $384;{_described("early", "y")}
+    add.u32 y, base, {PROBABILITIES};{_described("right", "y")}
+    wgmma.fence.sync.aligned;{"".join(text)}
+    }}"""
+
+
+_PLACE = """
+    shr.u32 warp, thread, 5;
+    and.b32 lane, thread, 31;"""
+
+
+def _exponents(first: int, scale: str) -> str:
+    """Registers ``x0``.. = scores from ``first`` on times the scale, less the reference."""
+    lines = [
+        f"""{_PLACE}
+    .reg .f32 x<24>, low, high;
+    .reg .b32 note;
+    and.b32 t, lane, 3;
+    shl.b32 t, t, 3;
+    shl.b32 note, group, 6;
+    add.u32 note, note, t;
+    add.u32 note, note, base;"""
+    ]
+    for n in range(3):
+        for j in range(2):
+            at = 8 * n + 4 * j
+            lines.append(f"""
+    ld.shared.v2.f32 {{low, high}}, [note + {NOTES + 128 * n + 32 * j}];
+    neg.f32 low, low;
+    neg.f32 high, high;""")
+            lines += [
+                f"\n    fma.rn.f32 x{at + i}, ${first + at + i}, {scale}, {('low', 'high')[i % 2]};"
+                for i in range(4)
+            ]
+    return "".join(lines)
+
+
+def _judging() -> str:
+    """Whether any score exceeds its reference by more than the limit, as a note."""
+    compare = "".join(f"\n    max.f32 x0, x0, x{i};" for i in range(1, 24))
+    return f"""{{{_WHO}{_exponents(8, "$32")}
+    .reg .pred over;
+    .reg .b32 one;{compare}
+    setp.gt.f32 over, x0, {LIMIT};
+    mov.b32 one, 1;
+    @over st.shared.b32 [base + {NOTES + 4 * HEADS}], one;
+    mov.b32 $0, one;
+    mov.b32 $1, one;
+    mov.b32 $2, one;
+    mov.b32 $3, one;
+    mov.b32 $4, one;
+    mov.b32 $5, one;
+    mov.b32 $6, one;
+    mov.b32 $7, one;
+    }}"""
+
+
+def _weighing() -> str:
+    """Probabilities, relative to the references, to shared memory: [96 heads, 64 latents]."""
+    lines = [f"\n    ex2.approx.ftz.f32 x{i}, x{i};" for i in range(24)]
+    for n in range(3):
+        for j in range(2):
+            for half in range(2):
+                at = 8 * n + 4 * j + 2 * half
+                # Of the four tiles of 8 x 8: upper and lower latents, then the next heads.
+                lines.append(f"\n    cvt.rn.bf16x2.f32 p{2 * j + half}, x{at + 1}, x{at};")
+        lines.append(f"""
+    stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [place + {4096 * n}], {{p0, p1, p2, p3}};""")
+    return f"""{{{_WHO}{_exponents(8, "$32")}
+    .reg .b32 place, row, p<4>;
+    and.b32 row, lane, 7;
+    and.b32 warp, warp, 3;
+    shl.b32 warp, warp, 1;
+    shr.u32 t, lane, 3;
+    and.b32 t, t, 1;
+    add.u32 warp, warp, t;
+    xor.b32 warp, warp, row;
+    shl.b32 warp, warp, 4;
+    shr.u32 t, lane, 4;
+    shl.b32 t, t, 3;
+    add.u32 row, row, t;
+    shl.b32 t, group, 4;
+    add.u32 row, row, t;
+    shl.b32 row, row, 7;
+    add.u32 place, base, row;
+    add.u32 place, place, warp;
+    add.u32 place, place, {PROBABILITIES};{"".join(lines)}
+    mov.b32 $0, p0;
+    mov.b32 $1, p0;
+    mov.b32 $2, p0;
+    mov.b32 $3, p0;
+    mov.b32 $4, p0;
+    mov.b32 $5, p0;
+    mov.b32 $6, p0;
+    mov.b32 $7, p0;
+    }}"""
+
+
+def _tied(count: int) -> str:
+    """As many results as operands, in the same registers."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+
+BEGIN_TYPES = ",".join(["=&f"] * 24 + ["r"] * 8)
+BEGIN_SCORES = _scores(EARLY, 0, 4, begin=True, end=False).replace("$48", "$24")
+SHARED_SCORES = _scores(SHARED, 8, 1, begin=False, end=False)
+END_SCORES = _scores(LATE, 4, 4, begin=False, end=True)
+SCORES_TYPES = _tied(24) + ",r" * 8
+MIX = _mixing()
+MIX_TYPES = _tied(192) + ",r" * 16
+MIX_WAITS = ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;")
+MIX_WAIT_TYPES = _tied(192)
+JUDGE = _judging()
+WEIGH = _weighing()
+SOFTMAX_TYPES = ",".join(["=&r"] * 8 + ["f"] * 32)
+VERDICT = f"""{{
+    .reg .b32 base;
+    mov.u32 base, global_smem;
+    ld.shared.b32 $0, [base + {NOTES + 4 * HEADS}];
+    }}"""
+CHECK_PLACE = f"""{{
+    .reg .b32 base;
+    .reg .f32 first;
+    .reg .pred wrong;
+    mov.u32 base, global_smem;
+    ld.shared.f32 first, [base + {NOTES}];
+    setp.neu.f32 wrong, first, 0f{0xF149F2CA:08X};
+    @wrong trap;
+    mov.b32 $0, base;
+    }}"""

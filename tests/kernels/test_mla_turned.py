@@ -1,0 +1,223 @@
+"""The Gluon kernel of MLA decode that is turned, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from k3vl.kernels.mla import turned_ptx as ptx
+from k3vl.kernels.mla.reference import mla_decode_reference
+from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_takes
+
+if TYPE_CHECKING:
+    from tests.kernels.ordering import Cell
+
+LATENT, SHARED, PAGE = 512, 64, 64
+EARLY, LATE, COMMON, QUERIES, PROBABILITIES = (
+    x // 4096 for x in (ptx.EARLY, ptx.LATE, ptx.SHARED, ptx.QUERIES, ptx.PROBABILITIES)
+)
+
+
+class Tile:
+    """[64, 256] as four blocks of 64 columns that lie one after the other."""
+
+    shape = (64, 256)
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self.blocks = blocks.view(4, 64, 64)
+
+    def copy_(self, block: torch.Tensor) -> None:
+        self.blocks.copy_(block.view(64, 4, 64).transpose(0, 1))
+
+    def fill_(self, value: float) -> None:
+        self.blocks.fill_(value)
+
+
+class Machine:
+    """What the kernel's pieces of PTX do: they stand for them, in terms of whole tensors.
+
+    Products read when they are waited for. Everything that they touch is in the order's books.
+    """
+
+    def __init__(self) -> None:
+        self.scores: list[Any] = []
+        self.mixes: list[tuple[list[Cell], int]] = []
+        self.offset = 0
+
+    def names(self) -> dict[str, Any]:
+        return {
+            name: getattr(self, name)
+            for name in (
+                "slabs", "keep", "begin_scores", "more_scores", "judge", "verdict", "weigh", "mix",
+                "mix_wait", "check_place",
+            )
+        }  # fmt: skip
+
+    @staticmethod
+    def slabs(room: Any, first: int, rows: int, columns: int, at: Any) -> Any:
+        from tests.kernels.gluon_on_cpu import Shared
+
+        begin, count = int(first + at), rows * columns // 2048
+        part, cells = room.tensor[begin:][:count], room.cells[begin:][:count]
+        if (rows, columns) == Tile.shape:
+            return Shared(Tile(part), cells)
+        return Shared(part.view(rows, columns), cells)
+
+    @staticmethod
+    def keep(_room: Any) -> None:
+        pass
+
+    @staticmethod
+    def check_place(notes: Any) -> None:
+        assert (notes.tensor[:3] == -1e30).all()
+
+    def _begin(self, *parts: Any) -> list[Cell]:
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        cells = [cell for part in parts for cell in part]
+        with _meeting:
+            for cell in cells:
+                cell.begin_product(group())
+        return cells
+
+    def _end(self, cells: list[Cell]) -> None:
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        with _meeting:
+            now = group().tick()
+            for cell in cells:
+                cell.end_product(now)
+
+    def begin_scores(self, room: Any, offset: torch.Tensor) -> tuple[None, ...]:
+        self.offset = int(offset.unique()) // 4096
+        early = room.cells[EARLY + self.offset :][:8]
+        self.scores = self._begin(early, room.cells[QUERIES:][:12])
+        return (None,) * 3
+
+    def more_scores(self, room: Any, s: Any, last: Any) -> Any:
+        if not last:
+            self.scores += self._begin(room.cells[COMMON:][:2], room.cells[QUERIES + 24 :][:3])
+            return s
+        self.scores += self._begin(room.cells[LATE:][:8], room.cells[QUERIES + 12 :][:12])
+        self._end(self.scores)
+        early = room.tensor[EARLY + self.offset :][:8].reshape(4, 64, 64)
+        blocks = [*early, *room.tensor[LATE:][:8].reshape(4, 64, 64)]
+        latents = torch.cat([*blocks, room.tensor[COMMON:][:2].reshape(64, 64)], 1).float()
+        queries = torch.cat(list(room.tensor[QUERIES:][:27].reshape(9, 96, 64)), 1).float()
+        both = (latents @ queries.T).view(64, 2, 3, 16)  # group, then blocks of 16 heads
+        return tuple(both[:, :, n].transpose(0, 1).reshape(128, 16) for n in range(3))
+
+    @staticmethod
+    def _exponents(notes: Any, s: Any, scale: float) -> list[torch.Tensor]:
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        with _meeting:
+            for cell in notes.cells[:3]:
+                cell.load(group())
+            references = notes.tensor[:3].view(3, 2, 1, 16).expand(-1, -1, 64, -1).clone()
+        return [s[n] * scale - references[n].reshape(128, 16) for n in range(3)]
+
+    def judge(self, notes: Any, s: Any, scale: float) -> None:
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        with _meeting:
+            notes.cells[3].store(group())
+        if max(float(x.max()) for x in self._exponents(notes, s, scale)) > ptx.LIMIT:
+            notes.tensor[3, 0] = 1.0
+
+    @staticmethod
+    def verdict(notes: Any) -> int:
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        with _meeting:
+            notes.cells[3].load(group())
+            return int(notes.tensor[3, 0])
+
+    def weigh(self, room: Any, notes: Any, s: Any, scale: float) -> None:
+        for n, x in enumerate(self._exponents(notes, s, scale)):
+            p = x.exp2().bfloat16().view(2, 64, 16).transpose(1, 2).reshape(32, 64)
+            room.index(PROBABILITIES + n).store(p)
+
+    def mix(self, room: Any, acc: Any, offset: Any) -> Any:
+        self.room, self.acc, begin = room, acc, EARLY + int(offset) // 4096
+        weights = room.cells[PROBABILITIES:][:3]
+        self.mixes = [
+            (self._begin(room.cells[first:][:8], weights), first) for first in (LATE, begin)
+        ]
+        return acc
+
+    def mix_wait(self, acc: Any, left: int) -> Any:
+        done = list(acc)
+        while len(self.mixes) > left:
+            cells, first = self.mixes.pop(0)
+            self._end(cells)
+            values = self.room.tensor[first:][:8].reshape(2, 2, 64, 64).float()  # group, block
+            weights = self.room.tensor[PROBABILITIES:][:3].float()
+            for block in range(2):
+                m = block + 2 * (first != LATE)
+                turned = values[:, block].transpose(1, 2).reshape(128, 64)
+                for n in range(3):
+                    done[3 * m + n] = done[3 * m + n] + turned @ weights[n].T
+        return tuple(done)
+
+
+def run_on_cpu(kernel: Any, grid: Any, matrix: Any, blocks: Any, *args: Any, **constants: Any):
+    from tests.kernels.gluon_on_cpu import Descriptor, launch
+
+    described = (Descriptor(matrix, tuple(block)) for block in blocks)
+    machine = Machine()
+    launch(
+        kernel, grid, *described, *args, ordered=True, stand_ins=machine.names(), **constants
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("splits", "heads", "size"), [(1, 96, 1), (2, 90, 1), (3, 96, 30)])
+def test_kernel_is_its_reference(splits: int, heads: int, size: float) -> None:
+    """Odd lengths, padding, pages apart in any order; NaN in all that is not used."""
+    pytest.importorskip("triton.experimental.gluon")
+    torch.manual_seed(splits)
+    random.seed(splits)
+    lengths = torch.tensor([1, 0, 64, 65, 3 * PAGE - 1, 129, 5 * PAGE])
+    batch, most = len(lengths), 5
+    latents = torch.randn(batch * most * (PAGE + 7), LATENT + SHARED).bfloat16()
+    latents *= torch.linspace(1, size, len(latents))[:, None].bfloat16()
+    begins = torch.randperm(batch * most).view(batch, most) * (PAGE + 7)
+    unused = torch.ones(len(latents), dtype=torch.bool)
+    for b, length in enumerate(lengths.tolist()):
+        for t in range(length):
+            unused[begins[b, t // PAGE] + t % PAGE] = False
+    latents[unused] = float("nan")
+    clean = begins.clone()
+    begins[1] = 2**62  # a padding row's table is never read
+    begins = begins.T.contiguous().T
+    q = torch.randn(batch, heads, LATENT + SHARED).bfloat16()
+    out = torch.full((batch, heads, LATENT), float("nan"), dtype=torch.bfloat16)
+    parts = torch.full((batch, heads, splits, LATENT), float("nan"), dtype=torch.bfloat16)
+    weights = torch.full((batch, heads, splits), float("nan"))
+    assert turned_takes(q, latents, begins, LATENT, PAGE)
+    turned_parts(
+        q, latents, begins, lengths, LATENT, 0.05, PAGE, TurnedShape(splits),
+        results=(out, parts, weights), early=True, launch=run_on_cpu,
+    )  # fmt: skip
+    if splits > 1:
+        empty = weights.isneginf()
+        assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
+        share = weights.masked_fill(empty, float("-inf")).mul(0.6931471805599453).softmax(-1)
+        out = (share.nan_to_num().unsqueeze(-1) * parts.float().nan_to_num()).sum(2)
+    clean_latents = latents.double().nan_to_num()
+    want = mla_decode_reference(q.double(), clean_latents, clean, lengths, LATENT, 0.05, PAGE)
+    assert not out[1].any(), "padding gets zeros"
+    for b in range(batch):
+        assert (out[b] - want[b]).norm() <= 5e-3 * want[b].norm(), lengths[b]
