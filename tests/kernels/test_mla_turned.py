@@ -221,3 +221,85 @@ def test_kernel_is_its_reference(splits: int, heads: int, size: float) -> None:
     assert not out[1].any(), "padding gets zeros"
     for b in range(batch):
         assert (out[b] - want[b]).norm() <= 5e-3 * want[b].norm(), lengths[b]
+
+
+def filled_machine() -> Any:
+    """Shared memory with a tile, queries and probabilities as the copies leave them."""
+    from tests.kernels.ptx_groups_on_cpu import Machine as Threads
+    from tests.kernels.ptx_groups_on_cpu import swizzled
+
+    threads = Threads(ptx.NOTES + 4096)
+    torch.manual_seed(0)
+    content = torch.randn(ptx.NOTES // 2).bfloat16()
+    where = swizzled(torch.arange(0, ptx.NOTES, 2)) // 2
+    threads.memory.view(torch.bfloat16)[where] = content
+    return threads, content.float()
+
+
+def spread(matrix: torch.Tensor, columns: int) -> list[torch.Tensor]:
+    """A thread's registers of [2 x 64, columns], as the compiler lays out such a tensor."""
+    parts = matrix.view(2, 4, 2, 8, columns // 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6)
+    return list(parts.reshape(256, columns // 2).T)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_scores_in_ptx(odd: int) -> None:
+    """Every register of every thread, from a tile and queries in swizzled memory."""
+    threads, content = filled_machine()
+    offset = torch.full((256,), odd * 4 * ptx.BLOCK)
+    got = threads.run(ptx.BEGIN_SCORES, {24: offset})
+    for code in (ptx.SHARED_SCORES, ptx.END_SCORES):
+        got = threads.run(code, {i: got[f"${i}"] for i in range(24)} | {48: 0 * offset})
+
+    def blocks(begin: int, count: int, rows: int) -> list[torch.Tensor]:
+        return list(content[begin // 2 :][: count * rows * 64].view(count, rows, 64))
+
+    tile = blocks(ptx.EARLY + odd * 4 * ptx.BLOCK, 4, 64) + blocks(ptx.LATE, 4, 64)
+    latents = torch.cat([*tile, *blocks(ptx.SHARED, 1, 64)], 1)
+    queries = torch.cat(blocks(ptx.QUERIES, 9, 96), 1)
+    both = (latents @ queries.T).view(64, 2, 3, 16)
+    for n in range(3):
+        want = spread(both[:, :, n].transpose(0, 1).reshape(128, 16), 16)
+        for i in range(8):
+            torch.testing.assert_close(got[f"${8 * n + i}"], want[i], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_mixtures_in_ptx(odd: int) -> None:
+    threads, content = filled_machine()
+    start = torch.randn(12, 128, 32)
+    given = dict(enumerate(register for x in start for register in spread(x, 32)))
+    got = threads.run(ptx.MIX, given | {384: torch.full((256,), odd * 4 * ptx.BLOCK)})
+    weights = content[ptx.PROBABILITIES // 2 :][: 96 * 64].view(96, 64)
+    for m in range(4):
+        begin = ptx.LATE if m < 2 else ptx.EARLY + odd * 4 * ptx.BLOCK
+        tiles = content[begin // 2 :][: 4 * 4096].view(2, 2, 64, 64)[:, m % 2]
+        for n in range(3):
+            more = torch.einsum("gtc,ht->gch", tiles, weights[32 * n :][:32])
+            want = spread(start[3 * m + n] + more.reshape(128, 32), 32)
+            for i in range(16):
+                register = got[f"${48 * m + 16 * n + i}"]
+                torch.testing.assert_close(register, want[i], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("highest", [60.0, 70.0])
+def test_softmax_in_ptx(highest: float) -> None:
+    """Probabilities to where the products read them; a note if one would become too large."""
+    threads, _ = filled_machine()
+    threads.memory[ptx.NOTES :] = 0
+    references = torch.randn(96)
+    threads.view(ptx.NOTES, torch.float32, 96).copy_(references)
+    scores, scale = torch.randn(3, 128, 16), 0.5
+    scores[1, 77, 11] = (highest + references[32 + 16 + 11]) / scale
+    given = dict(enumerate((r for x in scores for r in spread(x, 16)), 8))
+    given[32] = torch.full((256,), scale)
+    threads.run(ptx.JUDGE, given)
+    assert int(threads.run(ptx.VERDICT, {})["$0"][0]) == (highest > ptx.LIMIT)
+    threads.run(ptx.WEIGH, given)
+    from tests.kernels.ptx_groups_on_cpu import swizzled
+
+    at = torch.arange(ptx.PROBABILITIES, ptx.PROBABILITIES + 96 * 128, 2)
+    got = threads.memory.view(torch.bfloat16)[swizzled(at) // 2].view(3, 2, 16, 64).float()
+    exponents = scores.view(3, 2, 64, 16) * scale - references.view(3, 2, 1, 16)
+    want = exponents.exp2().bfloat16().float().transpose(2, 3)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
