@@ -20,7 +20,8 @@ SHARED_SCORES, END_SCORES = gl.constexpr(ptx.SHARED_SCORES), gl.constexpr(ptx.EN
 SCORES_TYPES = gl.constexpr(ptx.SCORES_TYPES)
 MIX, MIX_TYPES = gl.constexpr(ptx.MIX), gl.constexpr(ptx.MIX_TYPES)
 MIX_WAITS, MIX_WAIT_TYPES = gl.constexpr(ptx.MIX_WAITS), gl.constexpr(ptx.MIX_WAIT_TYPES)
-JUDGE, WEIGH, SOFTMAX_TYPES = (gl.constexpr(x) for x in (ptx.JUDGE, ptx.WEIGH, ptx.SOFTMAX_TYPES))
+WEIGH, SOFTMAX_TYPES = gl.constexpr(ptx.WEIGH), gl.constexpr(ptx.SOFTMAX_TYPES)
+SCORES_WAIT_TYPES = gl.constexpr(ptx.SCORES_WAIT_TYPES)
 VERDICT, CHECK_PLACE = gl.constexpr(ptx.VERDICT), gl.constexpr(ptx.CHECK_PLACE)
 SLABS = gl.constexpr(ptx.SLABS)
 EARLY_SLAB, LATE_SLAB, SHARED_SLAB, QUERY_SLAB, PROBABILITY_SLAB = (
@@ -48,11 +49,12 @@ def more_scores(_room, s, LAST: gl.constexpr):
 
 
 @gluon.jit
-def judge(_notes, s, scale):
-    """Note if a score exceeds its reference by too much."""
+def no_scores(s):
+    """Wait for scores that were begun for nothing."""
     gl.inline_asm_elementwise(
-        JUDGE, SOFTMAX_TYPES, [s[0], s[1], s[2], scale], dtype=gl.int32, is_pure=False, pack=8
-    )
+        MIX_WAITS[0], SCORES_WAIT_TYPES, [s[0], s[1], s[2]],
+        dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=8,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -69,7 +71,7 @@ def check_place(_notes):
 
 @gluon.jit
 def weigh(_room, _notes, s, scale):
-    """Write probabilities."""
+    """Write probabilities; note if a score exceeds its reference by too much."""
     gl.inline_asm_elementwise(
         WEIGH, SOFTMAX_TYPES, [s[0], s[1], s[2], scale], dtype=gl.int32, is_pure=False, pack=8
     )
@@ -146,6 +148,88 @@ def raised(s, acc, total, notes, scale):
 
 
 @gluon.jit
+def all_tiles(
+    values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start, end,
+    tiles, next_row, rows_end, scale, acc, total, R: gl.constexpr, P: gl.constexpr,
+    PAGE: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Mixtures and sums of probabilities over a part's tiles; the first copies are under way.
+
+    The tensor cores go from a tile's values to the next tile's scores without a wait; behind the
+    last tile they compute scores that nobody needs.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 16, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    HALF: gl.constexpr = BN * (R // 2) * 2
+    o_n = gl.arange(0, 128, gl.SliceLayout(1, S)) % 64
+    mbarrier.wait(landed.index(0), 0)
+    s = begin_scores(room, gl.full([128, 16], 0, gl.int32, S))
+    for j in range(tiles):
+        odd = j & 1
+        at = start + j * BN
+        early_row = tile_row(p_rows, s_page, at + 2 * BN, end, rows_end, PAGE)
+        mbarrier.wait(landed_shared.index(0), odd)
+        s = more_scores(room, s, False)
+        mbarrier.wait(landed_late.index(0), odd)
+        s = more_scores(room, s, True)
+        left = end - at
+        if left < BN:
+            there = (o_n < left)[:, None]
+            s = (
+                gl.where(there, s[0], float("-inf")),
+                gl.where(there, s[1], float("-inf")),
+                gl.where(there, s[2], float("-inf")),
+            )
+            meet()
+            for k in gl.static_range(4):
+                zero_rows(slabs(room, LATE_SLAB + 2 * k, BN, 64, 0), left)
+                zero_rows(slabs(room, EARLY_SLAB + 2 * k, BN, 64, 8 * odd), left)
+        weigh(room, notes, s, scale)
+        fence_async_shared()
+        meet()
+        if j + 1 < tiles:
+            mbarrier.expect(landed_shared.index(0), BN * P * 2)
+            begin_copy(
+                shared, [next_row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0)
+            )
+        if verdict(notes) != 0:
+            acc, total = raised(s, acc, total, notes, scale)
+            weigh(room, notes, s, scale)
+            fence_async_shared()
+            meet()
+        acc = mix(room, acc, odd * HALF)
+        sums = ()
+        for n in gl.static_range(3):
+            b_p = room.index(PROBABILITY_SLAB + n).load(ROWS).to(gl.float32)
+            sums = sums + (total[n] + gl.sum(b_p, 1),)  # noqa: RUF005
+        total = sums
+        acc = mix_wait(acc, 1)
+        meet()
+        following = odd
+        if j + 1 < tiles:
+            mbarrier.expect(landed_late.index(0), HALF)
+            begin_copy(
+                values, [next_row, R // 2], landed_late.index(0),
+                slabs(room, LATE_SLAB, BN, R // 2, 0),
+            )  # fmt: skip
+            following = 1 - odd
+            mbarrier.wait(landed.index(following), ((j + 1) >> 1) & 1)
+        s = begin_scores(room, gl.full([128, 16], following * HALF, gl.int32, S))
+        acc = mix_wait(acc, 1)
+        meet()
+        if j + 2 < tiles:
+            mbarrier.expect(landed.index(odd), HALF)
+            begin_copy(
+                values, [early_row, 0], landed.index(odd),
+                slabs(room, EARLY_SLAB, BN, R // 2, 8 * odd),
+            )  # fmt: skip
+        next_row = early_row
+    no_scores(s)
+    meet()
+    return acc, total
+
+
+@gluon.jit
 def mla_decode_turned_kernel(
     values,
     shared,
@@ -176,7 +260,6 @@ def mla_decode_turned_kernel(
         wait_for_inputs()
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 16, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     i_b = gl.program_id(1).to(gl.int64)
     i_s = gl.program_id(2)
@@ -188,10 +271,14 @@ def mla_decode_turned_kernel(
     p_rows = rows + i_b * s_rows
     room = gl.allocate_shared_memory(gl.bfloat16, [SLABS, 32, 64], gl.NVMMASharedLayout(128, 16, 2))
     notes = gl.allocate_shared_memory(gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Of early channels by turns, late ones, the shared part.
-    landed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4):
-        mbarrier.init(landed.index(i), count=1)
+    # Apart, as the compiler orders accesses of the same allocation by barriers of all warps.
+    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    landed_late = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    landed_shared = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed.index(0), count=1)
+    mbarrier.init(landed.index(1), count=1)
+    mbarrier.init(landed_late.index(0), count=1)
+    mbarrier.init(landed_shared.index(0), count=1)
     fence_async_shared()
     meet()
     HALF: gl.constexpr = BN * (R // 2) * 2
@@ -199,10 +286,10 @@ def mla_decode_turned_kernel(
         row = tile_row(p_rows, s_page, start, end, rows_end, PAGE)
         mbarrier.expect(landed.index(0), HALF)
         begin_copy(values, [row, 0], landed.index(0), slabs(room, EARLY_SLAB, BN, R // 2, 0))
-        mbarrier.expect(landed.index(3), BN * P * 2)
-        begin_copy(shared, [row, R], landed.index(3), slabs(room, SHARED_SLAB, BN, P, 0))
-        mbarrier.expect(landed.index(2), HALF)
-        begin_copy(values, [row, R // 2], landed.index(2), slabs(room, LATE_SLAB, BN, R // 2, 0))
+        mbarrier.expect(landed_shared.index(0), BN * P * 2)
+        begin_copy(shared, [row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0))
+        mbarrier.expect(landed_late.index(0), HALF)
+        begin_copy(values, [row, R // 2], landed_late.index(0), slabs(room, LATE_SLAB, BN, R // 2, 0))
     next_row = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
     if tiles > 1:
         mbarrier.expect(landed.index(1), HALF)
@@ -221,61 +308,11 @@ def mla_decode_turned_kernel(
     check_place(notes)
     acc = (gl.zeros([128, 32], gl.float32, O),) * 12
     total = (gl.zeros([32], gl.float32, gl.SliceLayout(1, ROWS)),) * 3
-    o_n = gl.arange(0, 128, gl.SliceLayout(1, S)) % 64
-    for j in range(tiles):
-        odd = j & 1
-        at = start + j * BN
-        early_row = tile_row(p_rows, s_page, at + 2 * BN, end, rows_end, PAGE)
-        mbarrier.wait(landed.index(odd), (j >> 1) & 1)
-        s = begin_scores(room, gl.full([128, 16], odd * HALF, gl.int32, S))
-        mbarrier.wait(landed.index(3), odd)
-        s = more_scores(room, s, False)
-        mbarrier.wait(landed.index(2), odd)
-        s = more_scores(room, s, True)
-        left = end - at
-        if left < BN:
-            there = (o_n < left)[:, None]
-            s = (
-                gl.where(there, s[0], float("-inf")),
-                gl.where(there, s[1], float("-inf")),
-                gl.where(there, s[2], float("-inf")),
-            )
-            meet()
-            for k in gl.static_range(4):
-                zero_rows(slabs(room, LATE_SLAB + 2 * k, BN, 64, 0), left)
-                zero_rows(slabs(room, EARLY_SLAB + 2 * k, BN, 64, 8 * odd), left)
-        judge(notes, s, scale)
-        meet()
-        if j + 1 < tiles:
-            mbarrier.expect(landed.index(3), BN * P * 2)
-            begin_copy(shared, [next_row, R], landed.index(3), slabs(room, SHARED_SLAB, BN, P, 0))
-        if verdict(notes) != 0:
-            acc, total = raised(s, acc, total, notes, scale)
-        weigh(room, notes, s, scale)
-        fence_async_shared()
-        meet()
-        acc = mix(room, acc, odd * HALF)
-        sums = ()
-        for n in gl.static_range(3):
-            b_p = room.index(PROBABILITY_SLAB + n).load(ROWS).to(gl.float32)
-            sums = sums + (total[n] + gl.sum(b_p, 1),)  # noqa: RUF005
-        total = sums
-        acc = mix_wait(acc, 1)
-        meet()
-        if j + 1 < tiles:
-            mbarrier.expect(landed.index(2), HALF)
-            begin_copy(
-                values, [next_row, R // 2], landed.index(2), slabs(room, LATE_SLAB, BN, R // 2, 0)
-            )
-        acc = mix_wait(acc, 0)
-        meet()
-        if j + 2 < tiles:
-            mbarrier.expect(landed.index(odd), HALF)
-            begin_copy(
-                values, [early_row, 0], landed.index(odd),
-                slabs(room, EARLY_SLAB, BN, R // 2, 8 * odd),
-            )  # fmt: skip
-        next_row = early_row
+    if tiles > 0:
+        acc, total = all_tiles(
+            values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start,
+            end, tiles, next_row, rows_end, scale, acc, total, R, P, PAGE, BN,
+        )  # fmt: skip
     write(
         acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, start < length, R, WHOLE
     )

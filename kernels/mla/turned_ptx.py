@@ -138,28 +138,12 @@ def _exponents(first: int, scale: str) -> str:
     return "".join(lines)
 
 
-def _judging() -> str:
-    """Whether any score exceeds its reference by more than the limit, as a note."""
-    compare = "".join(f"\n    max.f32 x0, x0, x{i};" for i in range(1, 24))
-    return f"""{{{_WHO}{_exponents(8, "$32")}
-    .reg .pred over;
-    .reg .b32 one;{compare}
-    setp.gt.f32 over, x0, {LIMIT};
-    mov.b32 one, 1;
-    @over st.shared.b32 [base + {NOTES + 4 * HEADS}], one;
-    mov.b32 $0, one;
-    mov.b32 $1, one;
-    mov.b32 $2, one;
-    mov.b32 $3, one;
-    mov.b32 $4, one;
-    mov.b32 $5, one;
-    mov.b32 $6, one;
-    mov.b32 $7, one;
-    }}"""
-
-
 def _weighing() -> str:
-    """Probabilities, relative to the references, to shared memory: [96 heads, 64 latents]."""
+    """Probabilities, relative to the references, to shared memory: [96 heads, 64 latents].
+
+    And a note if a score exceeds its reference by more than the limit.
+    """
+    compare = "".join(f"\n    max.f32 highest, highest, x{i};" for i in range(1, 24))
     lines = [f"\n    ex2.approx.ftz.f32 x{i}, x{i};" for i in range(24)]
     for n in range(3):
         for j in range(2):
@@ -170,7 +154,13 @@ def _weighing() -> str:
         lines.append(f"""
     stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [place + {4096 * n}], {{p0, p1, p2, p3}};""")
     return f"""{{{_WHO}{_exponents(8, "$32")}
-    .reg .b32 place, row, p<4>;
+    .reg .f32 highest;
+    .reg .pred over;
+    .reg .b32 place, row, one, p<4>;
+    mov.f32 highest, x0;{compare}
+    setp.gt.f32 over, highest, {LIMIT};
+    mov.b32 one, 1;
+    @over st.shared.b32 [base + {NOTES + 4 * HEADS}], one;
     and.b32 row, lane, 7;
     and.b32 warp, warp, 3;
     shl.b32 warp, warp, 1;
@@ -213,7 +203,7 @@ MIX = _mixing()
 MIX_TYPES = _tied(192) + ",r" * 16
 MIX_WAITS = ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;")
 MIX_WAIT_TYPES = _tied(192)
-JUDGE = _judging()
+SCORES_WAIT_TYPES = _tied(24)
 WEIGH = _weighing()
 SOFTMAX_TYPES = ",".join(["=&r"] * 8 + ["f"] * 32)
 VERDICT = f"""{{

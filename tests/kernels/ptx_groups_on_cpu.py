@@ -153,6 +153,7 @@ def _shift(a: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 _SIMPLE = {
     "mov.u32": lambda a: a,
     "mov.b32": lambda a: a,
+    "mov.f32": lambda a: a,
     "shl.b32": _shift,
     "shr.u32": lambda a, by: a >> by,
     "and.b32": lambda a, b: a & b,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import re
-from pathlib import Path
-from types import SimpleNamespace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +14,8 @@ from k3vl.kernels.mla.reference import mla_decode_reference
 from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_takes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.kernels.ordering import Cell
 
 LATENT, SHARED, PAGE = 512, 64, 64
@@ -47,15 +46,15 @@ class Machine:
     """
 
     def __init__(self) -> None:
-        self.scores: list[Any] = []
-        self.mixes: list[tuple[list[Cell], int]] = []
-        self.offset = 0
+        self.groups: list[tuple[list[Cell], Callable[[], None]]] = []
+        self.read: list[torch.Tensor] = []
+        self.acc: list[torch.Tensor] = []
 
     def names(self) -> dict[str, Any]:
         return {
             name: getattr(self, name)
             for name in (
-                "slabs", "keep", "begin_scores", "more_scores", "judge", "verdict", "weigh", "mix",
+                "slabs", "keep", "begin_scores", "more_scores", "no_scores", "verdict", "weigh", "mix",
                 "mix_wait", "check_place",
             )
         }  # fmt: skip
@@ -97,23 +96,44 @@ class Machine:
             for cell in cells:
                 cell.end_product(now)
 
+    def _wait(self, left: int) -> None:
+        """Groups of products end in the order in which they began."""
+        while len(self.groups) > left:
+            cells, then = self.groups.pop(0)
+            self._end(cells)
+            then()
+
+    def _group(self, then: Callable[[], None], *parts: Any) -> None:
+        self.groups.append((self._begin(*parts), then))
+
     def begin_scores(self, room: Any, offset: torch.Tensor) -> tuple[None, ...]:
-        self.offset = int(offset.unique()) // 4096
-        early = room.cells[EARLY + self.offset :][:8]
-        self.scores = self._begin(early, room.cells[QUERIES:][:12])
+        first = EARLY + int(offset.unique()) // 4096
+        self.read = []
+        self._scores(room, room.cells[first:][:8], room.tensor[first:][:8], 0)
         return (None,) * 3
+
+    def _scores(self, room: Any, cells: Any, tile: torch.Tensor, block: int) -> None:
+        read = self.read
+        queries = room.tensor[QUERIES + 3 * block :][: 3 * len(tile) // 2]
+
+        def multiply() -> None:
+            left = torch.cat(list(tile.reshape(-1, 64, 64)), 1).float()
+            read.append(left @ torch.cat(list(queries.reshape(-1, 96, 64)), 1).float().T)
+
+        more = room.cells[QUERIES + 3 * block :][: 3 * len(tile) // 2]
+        self._group(multiply, cells, more)
+
+    def no_scores(self, _s: Any) -> None:
+        self._wait(0)
 
     def more_scores(self, room: Any, s: Any, last: Any) -> Any:
         if not last:
-            self.scores += self._begin(room.cells[COMMON:][:2], room.cells[QUERIES + 24 :][:3])
+            self._scores(room, room.cells[COMMON:][:2], room.tensor[COMMON:][:2], 8)
             return s
-        self.scores += self._begin(room.cells[LATE:][:8], room.cells[QUERIES + 12 :][:12])
-        self._end(self.scores)
-        early = room.tensor[EARLY + self.offset :][:8].reshape(4, 64, 64)
-        blocks = [*early, *room.tensor[LATE:][:8].reshape(4, 64, 64)]
-        latents = torch.cat([*blocks, room.tensor[COMMON:][:2].reshape(64, 64)], 1).float()
-        queries = torch.cat(list(room.tensor[QUERIES:][:27].reshape(9, 96, 64)), 1).float()
-        both = (latents @ queries.T).view(64, 2, 3, 16)  # group, then blocks of 16 heads
+        self._scores(room, room.cells[LATE:][:8], room.tensor[LATE:][:8], 4)
+        self._wait(0)
+        assert len(self.read) == 3
+        both = sum(self.read).view(64, 2, 3, 16)  # group, then blocks of 16 heads
         return tuple(both[:, :, n].transpose(0, 1).reshape(128, 16) for n in range(3))
 
     @staticmethod
@@ -127,15 +147,6 @@ class Machine:
             references = notes.tensor[:3].view(3, 2, 1, 16).expand(-1, -1, 64, -1).clone()
         return [s[n] * scale - references[n].reshape(128, 16) for n in range(3)]
 
-    def judge(self, notes: Any, s: Any, scale: float) -> None:
-        from tests.kernels.gluon_on_cpu import _meeting
-        from tests.kernels.ordering import group
-
-        with _meeting:
-            notes.cells[3].store(group())
-        if max(float(x.max()) for x in self._exponents(notes, s, scale)) > ptx.LIMIT:
-            notes.tensor[3, 0] = 1.0
-
     @staticmethod
     def verdict(notes: Any) -> int:
         from tests.kernels.gluon_on_cpu import _meeting
@@ -146,31 +157,39 @@ class Machine:
             return int(notes.tensor[3, 0])
 
     def weigh(self, room: Any, notes: Any, s: Any, scale: float) -> None:
-        for n, x in enumerate(self._exponents(notes, s, scale)):
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        exponents = self._exponents(notes, s, scale)
+        with _meeting:
+            notes.cells[3].store(group())
+        if max(float(x.max()) for x in exponents) > ptx.LIMIT:
+            notes.tensor[3, 0] = 1.0
+        for n, x in enumerate(exponents):
             p = x.exp2().bfloat16().view(2, 64, 16).transpose(1, 2).reshape(32, 64)
             room.index(PROBABILITIES + n).store(p)
 
     def mix(self, room: Any, acc: Any, offset: Any) -> Any:
-        self.room, self.acc, begin = room, acc, EARLY + int(offset) // 4096
+        self.acc = list(acc)
         weights = room.cells[PROBABILITIES:][:3]
-        self.mixes = [
-            (self._begin(room.cells[first:][:8], weights), first) for first in (LATE, begin)
-        ]
+        for half, first in enumerate((LATE, EARLY + int(offset) // 4096)):
+            add = partial(self._add, room, first, 2 * half)
+            self._group(add, room.cells[first:][:8], weights)
         return acc
 
-    def mix_wait(self, acc: Any, left: int) -> Any:
-        done = list(acc)
-        while len(self.mixes) > left:
-            cells, first = self.mixes.pop(0)
-            self._end(cells)
-            values = self.room.tensor[first:][:8].reshape(2, 2, 64, 64).float()  # group, block
-            weights = self.room.tensor[PROBABILITIES:][:3].float()
-            for block in range(2):
-                m = block + 2 * (first != LATE)
-                turned = values[:, block].transpose(1, 2).reshape(128, 64)
-                for n in range(3):
-                    done[3 * m + n] = done[3 * m + n] + turned @ weights[n].T
-        return tuple(done)
+    def _add(self, room: Any, first: int, begin: int) -> None:
+        values = room.tensor[first:][:8].reshape(2, 2, 64, 64).float()  # group, block
+        weights = room.tensor[PROBABILITIES:][:3].float()
+        for block in range(2):
+            turned = values[:, block].transpose(1, 2).reshape(128, 64)
+            for n in range(3):
+                self.acc[3 * (begin + block) + n] = (
+                    self.acc[3 * (begin + block) + n] + turned @ weights[n].T
+                )
+
+    def mix_wait(self, _acc: Any, left: int) -> Any:
+        self._wait(left)
+        return tuple(self.acc)
 
 
 def run_on_cpu(kernel: Any, grid: Any, matrix: Any, blocks: Any, *args: Any, **constants: Any):
@@ -293,9 +312,8 @@ def test_softmax_in_ptx(highest: float) -> None:
     scores[1, 77, 11] = (highest + references[32 + 16 + 11]) / scale
     given = dict(enumerate((r for x in scores for r in spread(x, 16)), 8))
     given[32] = torch.full((256,), scale)
-    threads.run(ptx.JUDGE, given)
-    assert int(threads.run(ptx.VERDICT, {})["$0"][0]) == (highest > ptx.LIMIT)
     threads.run(ptx.WEIGH, given)
+    assert int(threads.run(ptx.VERDICT, {})["$0"][0]) == (highest > ptx.LIMIT)
     from tests.kernels.ptx_groups_on_cpu import swizzled
 
     at = torch.arange(ptx.PROBABILITIES, ptx.PROBABILITIES + 96 * 128, 2)
