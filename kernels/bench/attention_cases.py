@@ -90,14 +90,13 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
-def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
+def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
     """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
     most = max(1, 132 // (2 * batch))
     shapes: list[DecodeShape | HopperShape | TurnedShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
-    if batch > 1:
-        shapes.append(TurnedShape(max(1, 132 // batch)))
+    shapes.append(TurnedShape(max(1, min(132 // batch, length // 128))))
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}
@@ -140,7 +139,7 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch).items()
+                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch, length).items()
             },
             compared=True,
             peers=peers,

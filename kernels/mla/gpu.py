@@ -24,6 +24,7 @@ from k3vl.kernels.mla.decode_kernels import (
     mla_values_kernel,
 )
 from k3vl.kernels.mla.hopper import (
+    FEW_PARTS,
     HEADS,
     TILE,
     HopperShape,
@@ -191,7 +192,7 @@ def mla_decode(
     else:
         tile = layout.latents
         _decode_parts(*args, layout, results=(out, parts, sums))
-    if lean:
+    if lean and splits <= FEW_PARTS:
         _merge_once(parts, sums, out, early=early)
     elif not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](

@@ -17,7 +17,7 @@ _COPY_ALIGNMENT = 16
 """Bytes: of the latents' address and of the way from one to the next, for the copy engine."""
 
 
-_FEW_PARTS = 4
+FEW_PARTS = 4
 """Up to so many, lean launches win: 137 us instead of 145 with two (B32 L8192); 66 parts lose."""
 
 
@@ -33,7 +33,7 @@ class HopperShape(NamedTuple):
         Then latents are asked for before queries, it may begin early, and it has parts in bfloat16,
         of which empty ones have a weight too, for one more launch to add in one go.
         """
-        return 1 < self.splits <= _FEW_PARTS
+        return 1 < self.splits <= FEW_PARTS
 
 
 def hopper_takes(
