@@ -148,6 +148,29 @@ def raised(s, acc, total, notes, scale):
 
 
 @gluon.jit
+def load_queries(p_q, s_qh, H):
+    """All of them, into registers, 16, 8, 2 and 1 slabs of 32 rows: heads fastest, then columns."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    parts = ()
+    for i in gl.static_range(4):
+        o_r = (0, 512, 768, 832)[i] + gl.arange(0, (512, 256, 64, 32)[i], gl.SliceLayout(1, ROWS))
+        o_h = o_r % 96
+        at = (o_h * s_qh + o_r // 96 * 64)[:, None] + o_k[None, :]
+        parts = parts + (gl.load(p_q + at, mask=(o_h < H)[:, None], other=0.0),)  # noqa: RUF005
+    return parts
+
+
+@gluon.jit
+def store_queries(room, parts):
+    """Where products look for them."""
+    slabs(room, QUERY_SLAB, 512, 64, 0).store(parts[0])
+    slabs(room, QUERY_SLAB + 16, 256, 64, 0).store(parts[1])
+    slabs(room, QUERY_SLAB + 24, 64, 64, 0).store(parts[2])
+    slabs(room, QUERY_SLAB + 26, 32, 64, 0).store(parts[3])
+
+
+@gluon.jit
 def all_tiles(
     values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start, end,
     tiles, next_row, rows_end, scale, acc, total, R: gl.constexpr, P: gl.constexpr,
@@ -263,6 +286,7 @@ def mla_decode_turned_kernel(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     i_b = gl.program_id(1).to(gl.int64)
     i_s = gl.program_id(2)
+    b_q = load_queries(q + i_b * s_q, s_qh, H)
     length = gl.load(lengths + i_b).to(gl.int32)
     share = gl.cdiv(gl.cdiv(length, SPLITS), BN) * BN
     start = share * i_s
@@ -294,13 +318,7 @@ def mla_decode_turned_kernel(
     if tiles > 1:
         mbarrier.expect(landed.index(1), HALF)
         begin_copy(values, [next_row, 0], landed.index(1), slabs(room, EARLY_SLAB, BN, R // 2, 8))
-    o_h = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
-    o_k = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-    p_q = q + i_b * s_q + o_h[:, None] * s_qh + o_k[None, :]
-    for k in gl.static_range((R + P) // 64):
-        for n in gl.static_range(3):
-            b_q = gl.load(p_q + n * 32 * s_qh + k * 64, mask=(n * 32 + o_h < H)[:, None], other=0.0)
-            room.index(QUERY_SLAB + 3 * k + n).store(b_q)
+    store_queries(room, b_q)
     for n in gl.static_range(4):
         notes.index(n).store(gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))
     fence_async_shared()
