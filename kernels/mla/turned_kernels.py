@@ -21,6 +21,7 @@ SCORES_TYPES = gl.constexpr(ptx.SCORES_TYPES)
 MIX, MIX_TYPES = gl.constexpr(ptx.MIX), gl.constexpr(ptx.MIX_TYPES)
 MIX_WAITS, MIX_WAIT_TYPES = gl.constexpr(ptx.MIX_WAITS), gl.constexpr(ptx.MIX_WAIT_TYPES)
 WEIGH, SOFTMAX_TYPES = gl.constexpr(ptx.WEIGH), gl.constexpr(ptx.SOFTMAX_TYPES)
+REFER = gl.constexpr(ptx.REFER)
 SCORES_WAIT_TYPES = gl.constexpr(ptx.SCORES_WAIT_TYPES)
 VERDICT, CHECK_PLACE = gl.constexpr(ptx.VERDICT), gl.constexpr(ptx.CHECK_PLACE)
 SLABS = gl.constexpr(ptx.SLABS)
@@ -67,6 +68,14 @@ def verdict(_notes):
 def check_place(_notes):
     """Fail unless the notes lie where PTX expects them, and so the room before them."""
     gl.inline_asm_elementwise(CHECK_PLACE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def refer(_notes, s, scale):
+    """Make the first latent's scores the references."""
+    gl.inline_asm_elementwise(
+        REFER, SOFTMAX_TYPES, [s[0], s[1], s[2], scale], dtype=gl.int32, is_pure=False, pack=8
+    )
 
 
 @gluon.jit
@@ -207,6 +216,9 @@ def all_tiles(
             for k in gl.static_range(4):
                 zero_rows(slabs(room, LATE_SLAB + 2 * k, BN, 64, 0), left)
                 zero_rows(slabs(room, EARLY_SLAB + 2 * k, BN, 64, 8 * odd), left)
+        if j == 0:
+            refer(notes, s, scale)
+            meet()
         weigh(room, notes, s, scale)
         fence_async_shared()
         meet()

@@ -138,6 +138,35 @@ def _exponents(first: int, scale: str) -> str:
     return "".join(lines)
 
 
+def _referring() -> str:
+    """Scores of the first latent become the references: whoever has row 0 stores twelve pairs."""
+    lines = []
+    for n in range(3):
+        for j in range(2):
+            at = 8 + 8 * n + 4 * j
+            lines.append(f"""
+    mul.rn.f32 low, ${at}, $32;
+    mul.rn.f32 high, ${at + 1}, $32;
+    @first st.shared.v2.f32 [note + {NOTES + 128 * n + 32 * j}], {{low, high}};""")
+    return f"""{{{_WHO}{_PLACE}
+    .reg .pred first;
+    .reg .f32 low, high;
+    .reg .b32 note;
+    and.b32 warp, thread, 127;
+    setp.lt.u32 first, warp, 4;
+    shl.b32 t, lane, 3;
+    shl.b32 note, group, 6;
+    add.u32 note, note, t;
+    add.u32 note, note, base;{"".join(lines)}
+{_results()}
+    }}"""
+
+
+def _results() -> str:
+    """Something for the eight registers that a piece without results has to have."""
+    return "\n".join(f"    mov.b32 ${i}, base;" for i in range(8))
+
+
 def _weighing() -> str:
     """Probabilities, relative to the references, to shared memory: [96 heads, 64 latents].
 
@@ -178,14 +207,7 @@ def _weighing() -> str:
     add.u32 place, base, row;
     add.u32 place, place, warp;
     add.u32 place, place, {PROBABILITIES};{"".join(lines)}
-    mov.b32 $0, p0;
-    mov.b32 $1, p0;
-    mov.b32 $2, p0;
-    mov.b32 $3, p0;
-    mov.b32 $4, p0;
-    mov.b32 $5, p0;
-    mov.b32 $6, p0;
-    mov.b32 $7, p0;
+{_results()}
     }}"""
 
 
@@ -205,6 +227,7 @@ MIX_WAITS = ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 
 MIX_WAIT_TYPES = _tied(192)
 SCORES_WAIT_TYPES = _tied(24)
 WEIGH = _weighing()
+REFER = _referring()
 SOFTMAX_TYPES = ",".join(["=&r"] * 8 + ["f"] * 32)
 VERDICT = f"""{{
     .reg .b32 base;

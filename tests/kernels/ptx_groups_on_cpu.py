@@ -80,6 +80,11 @@ class Machine:
             live = self.value(when) if when else torch.ones(THREADS, dtype=torch.bool)
             where = self.address(plain[0])[live] // 4
             self.memory.view(torch.int32)[where] = self.value(plain[1])[live].int()
+        elif name == "st.shared.v2.f32":
+            live = self.value(when)
+            where = self.address(plain[0])[live] // 4
+            for i, source in enumerate(lists[0]):
+                self.memory.view(torch.float32)[where + i] = self.value(source)[live]
         elif name == "trap":
             assert not self.value(when).any(), "trap"
         else:
@@ -168,6 +173,8 @@ _SIMPLE = {
     "fma.rn.f32": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
     "max.f32": torch.maximum,
     "ex2.approx.ftz.f32": torch.exp2,
+    "mul.rn.f32": lambda a, b: a * b,
+    "setp.lt.u32": lambda a, b: a < b,
     "setp.gt.f32": lambda a, b: a > b,
     "setp.neu.f32": lambda a, b: a != b,
     "cvt.rn.bf16x2.f32": _pack,

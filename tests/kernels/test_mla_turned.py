@@ -54,8 +54,8 @@ class Machine:
         return {
             name: getattr(self, name)
             for name in (
-                "slabs", "keep", "begin_scores", "more_scores", "no_scores", "verdict", "weigh", "mix",
-                "mix_wait", "check_place",
+                "slabs", "keep", "begin_scores", "more_scores", "no_scores", "refer", "verdict",
+                "weigh", "mix", "mix_wait", "check_place",
             )
         }  # fmt: skip
 
@@ -146,6 +146,11 @@ class Machine:
                 cell.load(group())
             references = notes.tensor[:3].view(3, 2, 1, 16).expand(-1, -1, 64, -1).clone()
         return [s[n] * scale - references[n].reshape(128, 16) for n in range(3)]
+
+    @staticmethod
+    def refer(notes: Any, s: Any, scale: float) -> None:
+        for n in range(3):
+            notes.index(n).store(s[n].view(2, 64, 16)[:, 0].reshape(32) * scale)
 
     @staticmethod
     def verdict(notes: Any) -> int:
@@ -309,9 +314,16 @@ def test_softmax_in_ptx(highest: float) -> None:
     references = torch.randn(96)
     threads.view(ptx.NOTES, torch.float32, 96).copy_(references)
     scores, scale = torch.randn(3, 128, 16), 0.5
+    scores[:, ::64] = references.view(3, 2, 16) / scale  # of the first latent
     scores[1, 77, 11] = (highest + references[32 + 16 + 11]) / scale
     given = dict(enumerate((r for x in scores for r in spread(x, 16)), 8))
     given[32] = torch.full((256,), scale)
+    if highest > ptx.LIMIT:
+        threads.memory[ptx.NOTES :] = 0
+        threads.run(ptx.REFER, given)
+        firsts = scores.view(3, 2, 64, 16)[:, :, 0].reshape(96) * scale
+        assert torch.equal(threads.view(ptx.NOTES, torch.float32, 96), firsts)
+        references.copy_(firsts)
     threads.run(ptx.WEIGH, given)
     assert int(threads.run(ptx.VERDICT, {})["$0"][0]) == (highest > ptx.LIMIT)
     from tests.kernels.ptx_groups_on_cpu import swizzled
