@@ -137,12 +137,10 @@ def raised(s, acc, total, notes, scale):
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     more = ()
     sums = ()
-    meet()
     for n in gl.static_range(3):
         peak = gl.max(s[n].reshape([2, 64, 16]), 1).reshape([32]) * scale
         old = notes.index(n).load(FLAT)
         new = gl.maximum(old, gl.convert_layout(peak, FLAT))
-        meet()
         notes.index(n).store(new)
         kept = gl.exp2(old - new)
         sums = sums + (total[n] * gl.convert_layout(kept, ROWS),)  # noqa: RUF005

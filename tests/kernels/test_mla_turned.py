@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import re
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,10 +140,22 @@ class Machine:
         return tuple(both[:, :, n].transpose(0, 1).reshape(128, 16) for n in range(3))
 
     @staticmethod
+    def _met(cells: list[Cell], *, store: bool) -> None:
+        """What PTX stores and loads the compiler does not order, not even within the group."""
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        with _meeting:
+            for cell in cells:
+                before = cell.writes | cell.reads if store else cell.writes
+                cell._known("PTX", before, group(), own=True)
+
+    @staticmethod
     def _exponents(notes: Any, s: Any, scale: float) -> list[torch.Tensor]:
         from tests.kernels.gluon_on_cpu import _meeting
         from tests.kernels.ordering import group
 
+        Machine._met(notes.cells[:3], store=False)
         with _meeting:
             for cell in notes.cells[:3]:
                 cell.load(group())
@@ -149,6 +164,7 @@ class Machine:
 
     @staticmethod
     def refer(notes: Any, s: Any, scale: float) -> None:
+        Machine._met(notes.cells[:3], store=True)
         for n in range(3):
             notes.index(n).store(s[n].view(2, 64, 16)[:, 0].reshape(32) * scale)
 
@@ -157,6 +173,7 @@ class Machine:
         from tests.kernels.gluon_on_cpu import _meeting
         from tests.kernels.ordering import group
 
+        Machine._met(notes.cells[3:], store=False)
         with _meeting:
             notes.cells[3].load(group())
             return int(notes.tensor[3, 0])
@@ -166,6 +183,7 @@ class Machine:
         from tests.kernels.ordering import group
 
         exponents = self._exponents(notes, s, scale)
+        self._met([*notes.cells[3:], *room.cells[PROBABILITIES:]], store=True)
         with _meeting:
             notes.cells[3].store(group())
         if max(float(x.max()) for x in exponents) > ptx.LIMIT:
@@ -205,6 +223,64 @@ def run_on_cpu(kernel: Any, grid: Any, matrix: Any, blocks: Any, *args: Any, **c
     launch(
         kernel, grid, *described, *args, ordered=True, stand_ins=machine.names(), **constants
     )  # fmt: skip
+
+
+# What orders the kernel's accesses: a line to leave out, found by the text before it.
+ORDER = [
+    ("o_n = gl.arange(0, 128, gl.SliceLayout(1, S)) % 64\n", "mbarrier.wait(landed.index(0), 0)"),
+    ("at + 2 * BN, end, rows_end, PAGE)\n", "mbarrier.wait(landed_shared.index(0), odd)"),
+    ("s = more_scores(room, s, False)\n", "mbarrier.wait(landed_late.index(0), odd)"),
+    ("refer(notes, s, scale)\n", "meet()"),
+    ("meet()\n        weigh(room, notes, s, scale)\n", "fence_async_shared()"),
+    ("        weigh(room, notes, s, scale)\n        fence_async_shared()\n", "meet()"),
+    ("            weigh(room, notes, s, scale)\n", "fence_async_shared()"),
+    ("            weigh(room, notes, s, scale)\n            fence_async_shared()\n", "meet()"),
+    ("total = sums\n        acc = mix_wait(acc, 1)\n", "meet()"),
+    (
+        "following = 1 - odd\n",
+        "mbarrier.wait(landed.index(following), ((j + 1) >> 1) & 1)",
+    ),
+    ("gl.int32, S))\n        acc = mix_wait(acc, 1)\n", "meet()"),
+    ("no_scores(s)\n", "meet()"),
+    ("gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))\n", "fence_async_shared()"),
+    (
+        "gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))\n    fence_async_shared()\n",
+        "meet()",
+    ),
+    ("gl.float32, FLAT))\n", "meet()"),
+]
+
+
+@pytest.mark.parametrize(("before", "left_out"), ORDER)
+def test_whatever_is_left_out_of_the_order_is_a_race(
+    tmp_path: Path, before: str, left_out: str
+) -> None:
+    """Four tiles, the last in part, references raised in the third."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.mla import turned_kernels
+    from tests.kernels.ordering import RaceError
+
+    text = Path(turned_kernels.__file__).read_text(encoding="utf-8")
+    place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
+    text, found = place.subn(r"\1pass\n", text)
+    assert found == 1
+    file = tmp_path / "changed.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("changed", file)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+
+    def on_cpu(_: Any, *args: Any, **constants: Any) -> None:
+        run_on_cpu(changed.mla_decode_turned_kernel, *args, **constants)
+
+    q, latents = torch.zeros(1, 96, 576).bfloat16(), torch.zeros(256, 576).bfloat16()
+    q[:], latents[130] = 1, 20
+    results = torch.zeros(1, 96, 512).bfloat16(), torch.zeros(1, 96, 1, 512), torch.zeros(1, 96, 1)
+    with pytest.raises(RaceError):
+        turned_parts(
+            q, latents, torch.arange(0, 256, 64)[None], torch.tensor([230]), 512, 0.05, 64,
+            TurnedShape(1), results=results, launch=on_cpu,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("splits", "heads", "size"), [(1, 96, 1), (2, 90, 1), (3, 96, 30)])
