@@ -96,7 +96,8 @@ def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperSha
     shapes: list[DecodeShape | HopperShape | TurnedShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
-    shapes.append(TurnedShape(max(1, min(132 // batch, length // 128))))
+    parts = max(1, min(132 // batch, length // 128))
+    shapes += [TurnedShape(parts, turns) for turns in (0, 1)]
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}
@@ -139,7 +140,8 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch, length).items()
+                name: partial(run, shape=shape)
+                for name, shape in _decode_shapes(batch, length).items()
             },
             compared=True,
             peers=peers,

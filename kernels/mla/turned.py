@@ -18,6 +18,7 @@ class TurnedShape(NamedTuple):
     """Parts of a context, each for all heads."""
 
     splits: int
+    turns: int = 0
 
     @property
     def lean(self) -> bool:
@@ -72,6 +73,7 @@ def turned_parts(
         "PAGE": page,
         "BN": TILE,
         "WHOLE": shape.splits == 1,
+        "TURNS": shape.turns,
         "PDL": shape.lean and early,
     }
     from k3vl.kernels.mla.turned_kernels import mla_decode_turned_kernel as kernel

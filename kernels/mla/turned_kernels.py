@@ -41,10 +41,10 @@ def begin_scores(_room, offset):
 
 
 @gluon.jit
-def more_scores(_room, s, LAST: gl.constexpr):
+def more_scores(_room, s, LAST: gl.constexpr, TURNS: gl.constexpr):
     """Add the shared part's scores, or the late channels'; those are waited for."""
     return gl.inline_asm_elementwise(
-        END_SCORES if LAST else SHARED_SCORES, SCORES_TYPES, [s[0], s[1], s[2], 0],
+        END_SCORES[TURNS] if LAST else SHARED_SCORES, SCORES_TYPES, [s[0], s[1], s[2], 0],
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=8,
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ def store_queries(room, parts):
 def all_tiles(
     values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start, end,
     tiles, next_row, rows_end, scale, acc, total, R: gl.constexpr, P: gl.constexpr,
-    PAGE: gl.constexpr, BN: gl.constexpr,
+    PAGE: gl.constexpr, BN: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Mixtures and sums of probabilities over a part's tiles; the first copies are under way.
 
@@ -199,9 +199,9 @@ def all_tiles(
         at = start + j * BN
         early_row = tile_row(p_rows, s_page, at + 2 * BN, end, rows_end, PAGE)
         mbarrier.wait(landed_shared.index(0), odd)
-        s = more_scores(room, s, False)
+        s = more_scores(room, s, False, TURNS)
         mbarrier.wait(landed_late.index(0), odd)
-        s = more_scores(room, s, True)
+        s = more_scores(room, s, True, TURNS)
         left = end - at
         if left < BN:
             there = (o_n < left)[:, None]
@@ -285,6 +285,7 @@ def mla_decode_turned_kernel(
     PAGE: gl.constexpr,
     BN: gl.constexpr,
     WHOLE: gl.constexpr,
+    TURNS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """All heads of one sequence over one part of its context; see ``mla_decode_sides_kernel``."""
@@ -339,7 +340,7 @@ def mla_decode_turned_kernel(
     if tiles > 0:
         acc, total = all_tiles(
             values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start,
-            end, tiles, next_row, rows_end, scale, acc, total, R, P, PAGE, BN,
+            end, tiles, next_row, rows_end, scale, acc, total, R, P, PAGE, BN, TURNS,
         )  # fmt: skip
     write(
         acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, start < length, R, WHOLE

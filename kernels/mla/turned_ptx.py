@@ -27,6 +27,9 @@ NOTES = SLABS * 4096
 
 _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32
 
+_TURN = 9
+"""A named barrier that the compiler does not use."""
+
 _WHO = """
     .reg .b32 thread, group, warp, lane, base, t;
     mov.u32 thread, %tid.x;
@@ -48,10 +51,13 @@ def _described(name: str, address: str) -> str:
     or.b64 {name}, {name}, {_DESCRIPTOR};"""
 
 
-def _scores(where: int, first_block: int, blocks: int, *, begin: bool, end: bool) -> str:
+def _scores(
+    where: int, first_block: int, blocks: int, *, begin: bool, end: bool, turns: bool = False
+) -> str:
     """24 registers [64 latents, 48 heads] += a tile's blocks times the group's queries.
 
-    ``$48``: bytes from ``where`` to the first of the blocks.
+    ``$48``: bytes from ``where`` to the first of the blocks. ``turns``: the second group's come
+    behind the first one's, so that its softmax runs beside them.
     """
     steps = []
     for block in range(blocks):
@@ -65,15 +71,21 @@ def _scores(where: int, first_block: int, blocks: int, *, begin: bool, end: bool
     wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {{{_list(0, 24)}}}, c, d,
         {"1" if adds else "0"}, 1, 1, 0, 0;""")
     wait = "wgmma.wait_group.sync.aligned 0;" if end else ""
+    second = f"@second bar.sync {_TURN}, 256;" if turns else ""
+    first = f"@!second bar.arrive {_TURN}, 256;" if turns else ""
     return f"""{{{_WHO}
+    .reg .pred second;
+    setp.ne.u32 second, group, 0;
     .reg .b32 x, y;
     .reg .b64 c, d;
     add.u32 x, base, {where};
     add.u32 x, x, $48;
     mad.lo.u32 y, group, {HEADS // 2 * 128}, base;
     add.u32 y, y, {QUERIES};{_described("left", "x")}{_described("right", "y")}
+    {second}
     wgmma.fence.sync.aligned;{"".join(steps)}
     wgmma.commit_group.sync.aligned;
+    {first}
     {wait}
     }}"""
 
@@ -219,7 +231,9 @@ def _tied(count: int) -> str:
 BEGIN_TYPES = ",".join(["=&f"] * 24 + ["r"] * 8)
 BEGIN_SCORES = _scores(EARLY, 0, 4, begin=True, end=False).replace("$48", "$24")
 SHARED_SCORES = _scores(SHARED, 8, 1, begin=False, end=False)
-END_SCORES = _scores(LATE, 4, 4, begin=False, end=True)
+END_SCORES = tuple(
+    _scores(LATE, 4, 4, begin=False, end=True, turns=turns) for turns in (False, True)
+)
 SCORES_TYPES = _tied(24) + ",r" * 8
 MIX = _mixing()
 MIX_TYPES = _tied(192) + ",r" * 16

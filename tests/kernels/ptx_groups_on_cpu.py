@@ -58,10 +58,10 @@ class Machine:
         return self.value(name.strip()) + int(offset or 0)
 
     def _take(self, text: str) -> None:
-        when, name, rest = re.fullmatch(r"(?:@(\w+) )?(\S+) ?(.*)", text).groups()
+        when, name, rest = re.fullmatch(r"(?:@!?(\w+) )?(\S+) ?(.*)", text).groups()
         lists = [[x.strip() for x in y.split(",")] for y in re.findall(r"\{(.*?)\}", rest)]
         plain = [x.strip() for x in re.sub(r"\{.*?\}", "*", rest).split(",")]
-        if name.startswith(("wgmma.fence", "wgmma.commit", "wgmma.wait")):
+        if name.startswith(("wgmma.fence", "wgmma.commit", "wgmma.wait", "bar.")):
             return
         if name.startswith("wgmma.mma_async"):
             self._product(name, lists[0], plain[1:])
@@ -174,6 +174,7 @@ _SIMPLE = {
     "max.f32": torch.maximum,
     "ex2.approx.ftz.f32": torch.exp2,
     "mul.rn.f32": lambda a, b: a * b,
+    "setp.ne.u32": lambda a, b: a != b,
     "setp.lt.u32": lambda a, b: a < b,
     "setp.gt.f32": lambda a, b: a > b,
     "setp.neu.f32": lambda a, b: a != b,
