@@ -5,7 +5,7 @@ and channels as rows of the mixtures nothing of 96 heads is padding, and one pro
 all, so a latent is fetched once. Products with such widths are PTX (``turned_ptx.py``).
 """
 # ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
