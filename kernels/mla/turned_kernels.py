@@ -220,17 +220,17 @@ def all_tiles(
         weigh(room, notes, s, scale)
         fence_async_shared()
         meet()
-        if j + 1 < tiles:
-            mbarrier.expect(landed_shared.index(0), BN * P * 2)
-            begin_copy(
-                shared, [next_row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0)
-            )
         if verdict(notes) != 0:
             acc, total = raised(s, acc, total, notes, scale)
             weigh(room, notes, s, scale)
             fence_async_shared()
             meet()
         acc = mix(room, acc, odd * HALF)
+        if j + 1 < tiles:
+            mbarrier.expect(landed_shared.index(0), BN * P * 2)
+            begin_copy(
+                shared, [next_row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0)
+            )
         sums = ()
         for n in gl.static_range(3):
             b_p = room.index(PROBABILITY_SLAB + n).load(ROWS).to(gl.float32)

@@ -126,9 +126,8 @@ _PLACE = """
 
 def _exponents(first: int, scale: str) -> str:
     """Registers ``x0``.. = scores from ``first`` on times the scale, less the reference."""
-    lines = [
-        f"""{_PLACE}
-    .reg .f32 x<24>, low, high;
+    lines = ["""
+    .reg .f32 x<24>, e<24>, low, high;
     .reg .b32 note;
     and.b32 t, lane, 3;
     shl.b32 t, t, 3;
@@ -185,23 +184,19 @@ def _weighing() -> str:
     And a note if a score exceeds its reference by more than the limit.
     """
     compare = "".join(f"\n    max.f32 highest, highest, x{i};" for i in range(1, 24))
-    lines = [f"\n    ex2.approx.ftz.f32 x{i}, x{i};" for i in range(24)]
+    lines = [f"\n    ex2.approx.ftz.f32 e{i}, x{i};" for i in range(24)]
     for n in range(3):
         for j in range(2):
             for half in range(2):
                 at = 8 * n + 4 * j + 2 * half
                 # Of the four tiles of 8 x 8: upper and lower latents, then the next heads.
-                lines.append(f"\n    cvt.rn.bf16x2.f32 p{2 * j + half}, x{at + 1}, x{at};")
+                lines.append(f"\n    cvt.rn.bf16x2.f32 p{2 * j + half}, e{at + 1}, e{at};")
         lines.append(f"""
     stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [place + {4096 * n}], {{p0, p1, p2, p3}};""")
-    return f"""{{{_WHO}{_exponents(8, "$32")}
+    return f"""{{{_WHO}{_PLACE}
     .reg .f32 highest;
     .reg .pred over;
     .reg .b32 place, row, one, p<4>;
-    mov.f32 highest, x0;{compare}
-    setp.gt.f32 over, highest, {LIMIT};
-    mov.b32 one, 1;
-    @over st.shared.b32 [base + {NOTES + 4 * HEADS}], one;
     and.b32 row, lane, 7;
     and.b32 warp, warp, 3;
     shl.b32 warp, warp, 1;
@@ -218,7 +213,11 @@ def _weighing() -> str:
     shl.b32 row, row, 7;
     add.u32 place, base, row;
     add.u32 place, place, warp;
-    add.u32 place, place, {PROBABILITIES};{"".join(lines)}
+    add.u32 place, place, {PROBABILITIES};{_exponents(8, "$32")}{"".join(lines)}
+    mov.f32 highest, x0;{compare}
+    setp.gt.f32 over, highest, {LIMIT};
+    mov.b32 one, 1;
+    @over st.shared.b32 [base + {NOTES + 4 * HEADS}], one;
 {_results()}
     }}"""
 
