@@ -25,16 +25,19 @@ SLABS = (PROBABILITIES + HEADS * 128) // 4096
 NOTES = SLABS * 4096
 """Behind it: float32 [96] references, whether one is to be raised."""
 
-_DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32
+_DESCRIPTOR = 1 << 30 | 1024 >> 4
+"""The upper half."""
 
 _TURN = 9
 """A named barrier that the compiler does not use."""
 
 _WHO = """
     .reg .b32 thread, group, warp, lane, base, t;
+    .reg .pred second;
     mov.u32 thread, %tid.x;
-    shr.u32 group, thread, 7;
-    shfl.sync.idx.b32 group, group, 0, 31, -1;
+    setp.ge.u32 second, thread, 128;
+    vote.sync.any.pred second, second, -1;
+    selp.b32 group, 1, 0, second;
     mov.u32 base, global_smem;"""
 
 
@@ -42,13 +45,21 @@ def _list(first: int, count: int) -> str:
     return ", ".join(f"${i}" for i in range(first, first + count))
 
 
-def _described(name: str, address: str) -> str:
-    """A 64-bit register with the descriptor of an address that a 32-bit one has."""
+def _low(name: str, address: str) -> str:
+    """A register with the lower half of the descriptor of an address."""
     return f"""
-    .reg .b64 {name};
-    shr.u32 t, {address}, 4;
-    cvt.u64.u32 {name}, t;
-    or.b64 {name}, {name}, {_DESCRIPTOR};"""
+    .reg .b32 {name};
+    shr.u32 {name}, {address}, 4;"""
+
+
+def _multiply(shape: str, sums: str, left: tuple[str, int], right: tuple[str, int], rest: str) -> str:
+    """A product; operands are registers from :func:`_low`, and bytes to go on from there."""
+    return f"""
+    add.u32 x, {left[0]}, {left[1] >> 4};
+    add.u32 y, {right[0]}, {right[1] >> 4};
+    mov.b64 c, {{x, {_DESCRIPTOR}}};
+    mov.b64 d, {{y, {_DESCRIPTOR}}};
+    wgmma.mma_async.sync.aligned.{shape}k16.f32.bf16.bf16 {{{sums}}}, c, d, {rest};"""
 
 
 def _scores(
@@ -62,26 +73,21 @@ def _scores(
     steps = []
     for block in range(blocks):
         for k in range(4):
-            left = block * BLOCK + 32 * k
-            right = (first_block + block) * HEADS * 128 + 32 * k
-            adds = 0 if begin and not block and not k else 1
-            steps.append(f"""
-    add.s64 c, left, {left >> 4};
-    add.s64 d, right, {right >> 4};
-    wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {{{_list(0, 24)}}}, c, d,
-        {"1" if adds else "0"}, 1, 1, 0, 0;""")
+            left = "left", block * BLOCK + 32 * k
+            right = "right", (first_block + block) * HEADS * 128 + 32 * k
+            adds = not begin or block or k
+            how = f"{1 if adds else 0}, 1, 1, 0, 0"
+            steps.append(_multiply("m64n48", _list(0, 24), left, right, how))
     wait = "wgmma.wait_group.sync.aligned 0;" if end else ""
     second = f"@second bar.sync {_TURN}, 256;" if turns else ""
     first = f"@!second bar.arrive {_TURN}, 256;" if turns else ""
     return f"""{{{_WHO}
-    .reg .pred second;
-    setp.ne.u32 second, group, 0;
     .reg .b32 x, y;
     .reg .b64 c, d;
     add.u32 x, base, {where};
     add.u32 x, x, $48;
     mad.lo.u32 y, group, {HEADS // 2 * 128}, base;
-    add.u32 y, y, {QUERIES};{_described("left", "x")}{_described("right", "y")}
+    add.u32 y, y, {QUERIES};{_low("left", "x")}{_low("right", "y")}
     {second}
     wgmma.fence.sync.aligned;{"".join(steps)}
     wgmma.commit_group.sync.aligned;
@@ -100,21 +106,17 @@ def _mixing() -> str:
     for m in range(4):
         where = "late" if m < 2 else "early"
         for k in range(4):
-            left, right = (m % 2 * BLOCK + k * 16 * 128) >> 4, (32 * k) >> 4
-            text.append(f"""
-    add.s64 c, {where}, {left};
-    add.s64 d, right, {right};
-    wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {{{_list(48 * m, 48)}}}, c, d,
-        1, 1, 1, 1, 0;""")
+            left, right = (where, m % 2 * BLOCK + k * 16 * 128), ("right", 32 * k)
+            text.append(_multiply("m64n96", _list(48 * m, 48), left, right, "1, 1, 1, 1, 0"))
         if m % 2:
             text.append("\n    wgmma.commit_group.sync.aligned;")
     return f"""{{{_WHO}
     .reg .b32 x, y;
     .reg .b64 c, d;
     mad.lo.u32 x, group, {2 * BLOCK}, base;
-    add.u32 y, x, {LATE};{_described("late", "y")}
-    add.u32 y, x, $384;{_described("early", "y")}
-    add.u32 y, base, {PROBABILITIES};{_described("right", "y")}
+    add.u32 y, x, {LATE};{_low("late", "y")}
+    add.u32 y, x, $384;{_low("early", "y")}
+    add.u32 y, base, {PROBABILITIES};{_low("right", "y")}
     wgmma.fence.sync.aligned;{"".join(text)}
     }}"""
 

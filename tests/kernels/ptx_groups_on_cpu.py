@@ -65,6 +65,9 @@ class Machine:
             return
         if name.startswith("wgmma.mma_async"):
             self._product(name, lists[0], plain[1:])
+        elif name == "mov.b64":
+            low, high = map(self.value, lists[0])
+            self.registers[plain[0]] = high << 32 | low
         elif name.startswith("stmatrix"):
             assert name == "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
             self._store_matrices(self.address(plain[0]), [self.value(x) for x in lists[0]])
@@ -174,6 +177,9 @@ _SIMPLE = {
     "max.f32": torch.maximum,
     "ex2.approx.ftz.f32": torch.exp2,
     "mul.rn.f32": lambda a, b: a * b,
+    "selp.b32": lambda a, b, which: torch.where(which, a, b),
+    "vote.sync.any.pred": lambda a, _: a.view(-1, 32).any(1).repeat_interleave(32),
+    "setp.ge.u32": lambda a, b: a >= b,
     "setp.ne.u32": lambda a, b: a != b,
     "setp.lt.u32": lambda a, b: a < b,
     "setp.gt.f32": lambda a, b: a > b,
