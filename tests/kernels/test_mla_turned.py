@@ -27,6 +27,10 @@ EARLY, LATE, COMMON, QUERIES, PROBABILITIES = (
 )
 
 
+RAISED: list[int] = []
+"""Of every tile that the imitation has seen: whether references were raised."""
+
+
 class Tile:
     """[64, 256] as four blocks of 64 columns that lie one after the other."""
 
@@ -176,7 +180,9 @@ class Machine:
         Machine._met(notes.cells[3:], store=False)
         with _meeting:
             notes.cells[3].load(group())
-            return int(notes.tensor[3, 0])
+            raised = int(notes.tensor[3, 0])
+        RAISED.append(raised)
+        return raised
 
     def weigh(self, room: Any, notes: Any, s: Any, scale: float) -> None:
         from tests.kernels.gluon_on_cpu import _meeting
@@ -307,10 +313,12 @@ def test_kernel_is_its_reference(splits: int, heads: int, size: float) -> None:
     parts = torch.full((batch, heads, splits, LATENT), float("nan"), dtype=torch.bfloat16)
     weights = torch.full((batch, heads, splits), float("nan"))
     assert turned_takes(q, latents, begins, LATENT, PAGE)
+    RAISED.clear()
     turned_parts(
         q, latents, begins, lengths, LATENT, 0.05, PAGE, TurnedShape(splits),
         results=(out, parts, weights), early=True, launch=run_on_cpu,
     )  # fmt: skip
+    assert any(RAISED) is (size > 1)
     if splits > 1:
         empty = weights.isneginf()
         assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
