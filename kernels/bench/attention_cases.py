@@ -90,14 +90,16 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
-def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
+def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
     """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
     most = max(1, 132 // (2 * batch))
     shapes: list[DecodeShape | HopperShape | TurnedShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
-    parts = max(1, min(132 // batch, length // 128))
+    parts = min(128, 132 // batch)
     shapes += [TurnedShape(parts, turns) for turns in (0, 1)]
+    if parts > 1:
+        shapes.append(TurnedShape(parts // 2))
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}
@@ -141,7 +143,7 @@ def mla_decode_cases() -> Iterator[Case]:
             flops=2 * batch * length * heads * (576 + 512),
             variants={
                 name: partial(run, shape=shape)
-                for name, shape in _decode_shapes(batch, length).items()
+                for name, shape in _decode_shapes(batch).items()
             },
             compared=True,
             peers=peers,
