@@ -96,10 +96,8 @@ def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape | TurnedSh
     shapes: list[DecodeShape | HopperShape | TurnedShape] = [
         HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
     ]
-    parts = min(128, 132 // batch)
-    shapes += [TurnedShape(parts, turns) for turns in (0, 1)]
-    if parts > 1:
-        shapes.append(TurnedShape(parts // 2))
+    if batch > 1:
+        shapes.append(TurnedShape(132 // batch))
     shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
     shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
     return {str(shape): shape for shape in shapes}
@@ -142,8 +140,7 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                name: partial(run, shape=shape)
-                for name, shape in _decode_shapes(batch).items()
+                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch).items()
             },
             compared=True,
             peers=peers,

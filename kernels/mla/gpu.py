@@ -31,7 +31,7 @@ from k3vl.kernels.mla.hopper import (
     hopper_parts,
     hopper_takes,
 )
-from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_takes
+from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_shape, turned_takes
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
@@ -407,10 +407,13 @@ def _decode_parts(
 
 def _best_shape(
     q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
-) -> DecodeShape | HopperShape:
+) -> DecodeShape | HopperShape | TurnedShape:
     batch, heads, _ = q.shape
     longest = rows.shape[1] * page
     hopper = hopper_runs(q.device) and hopper_takes(q, latents, rows, latent_width, page)
+    turned = turned_shape(batch, longest)
+    if turned and hopper and turned_takes(q, latents, rows, latent_width, page):
+        return turned
     if heads > _FEW_HEADS and hopper:
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from k3vl.kernels.mla.hopper import TILE, hopper_takes
+from k3vl.kernels.mla.hopper import FEW_PARTS, TILE, hopper_takes
 from k3vl.kernels.mla.turned_ptx import HEADS
 
 if TYPE_CHECKING:
@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     import torch
 
 
+_PROGRAMS = 132
+"""Multiprocessors of an H100 or H200; each holds one program."""
+
+_TILES = 16
+"""Of a part, at least: what a program takes besides has to count little beside them."""
+
+
 class TurnedShape(NamedTuple):
     """Parts of a context, each for all heads."""
 
     splits: int
-    turns: int = 0
 
     @property
     def lean(self) -> bool:
@@ -31,6 +37,18 @@ def turned_takes(
 ) -> bool:
     """Whether shapes and layout fit: as ``hopper_takes``, and more heads than half of 96."""
     return HEADS // 2 < q.shape[1] <= HEADS and hopper_takes(q, latents, rows, latent_width, page)
+
+
+def turned_shape(batch: int, longest: int) -> TurnedShape | None:
+    """Parts that fill the device once, of a table for ``longest`` latents; None: rather the other.
+
+    That has two programs for a sequence: it fills the device with fewer sequences or shorter ones,
+    and has a third round of programs where this one would have a second that is as long.
+    """
+    splits = _PROGRAMS // batch
+    if 1 <= splits <= FEW_PARTS and longest >= splits * _TILES * TILE:
+        return TurnedShape(splits)
+    return None
 
 
 def turned_parts(
@@ -73,7 +91,6 @@ def turned_parts(
         "PAGE": page,
         "BN": TILE,
         "WHOLE": shape.splits == 1,
-        "TURNS": shape.turns,
         "PDL": shape.lean and early,
     }
     from k3vl.kernels.mla.turned_kernels import mla_decode_turned_kernel as kernel

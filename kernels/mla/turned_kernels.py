@@ -1,4 +1,4 @@
-"""Absorbed MLA decode of 96 heads for compute capability 9.0, turned: heads are a product's columns.
+"""Absorbed MLA decode of 96 heads for compute capability 9.0, turned: heads are columns.
 
 Rows of the tensor cores come 64 at a time, columns by eights. With latents as rows of the scores
 and channels as rows of the mixtures nothing of 96 heads is padding, and one program serves them
@@ -41,10 +41,10 @@ def begin_scores(_room, offset):
 
 
 @gluon.jit
-def more_scores(_room, s, LAST: gl.constexpr, TURNS: gl.constexpr):
+def more_scores(_room, s, LAST: gl.constexpr):
     """Add the shared part's scores, or the late channels'; those are waited for."""
     return gl.inline_asm_elementwise(
-        END_SCORES[TURNS] if LAST else SHARED_SCORES, SCORES_TYPES, [s[0], s[1], s[2], 0],
+        END_SCORES if LAST else SHARED_SCORES, SCORES_TYPES, [s[0], s[1], s[2], 0],
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=8,
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ def store_queries(room, parts):
 def all_tiles(
     values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start, end,
     tiles, next_row, rows_end, scale, acc, total, R: gl.constexpr, P: gl.constexpr,
-    PAGE: gl.constexpr, BN: gl.constexpr, TURNS: gl.constexpr,
+    PAGE: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """Mixtures and sums of probabilities over a part's tiles; the first copies are under way.
 
@@ -199,9 +199,9 @@ def all_tiles(
         at = start + j * BN
         early_row = tile_row(p_rows, s_page, at + 2 * BN, end, rows_end, PAGE)
         mbarrier.wait(landed_shared.index(0), odd)
-        s = more_scores(room, s, False, TURNS)
+        s = more_scores(room, s, False)
         mbarrier.wait(landed_late.index(0), odd)
-        s = more_scores(room, s, True, TURNS)
+        s = more_scores(room, s, True)
         left = end - at
         if left < BN:
             there = (o_n < left)[:, None]
@@ -285,7 +285,6 @@ def mla_decode_turned_kernel(
     PAGE: gl.constexpr,
     BN: gl.constexpr,
     WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """All heads of one sequence over one part of its context; see ``mla_decode_sides_kernel``."""
@@ -324,7 +323,9 @@ def mla_decode_turned_kernel(
         mbarrier.expect(landed_shared.index(0), BN * P * 2)
         begin_copy(shared, [row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0))
         mbarrier.expect(landed_late.index(0), HALF)
-        begin_copy(values, [row, R // 2], landed_late.index(0), slabs(room, LATE_SLAB, BN, R // 2, 0))
+        begin_copy(
+            values, [row, R // 2], landed_late.index(0), slabs(room, LATE_SLAB, BN, R // 2, 0)
+        )
     next_row = tile_row(p_rows, s_page, start + BN, end, rows_end, PAGE)
     if tiles > 1:
         mbarrier.expect(landed.index(1), HALF)
@@ -340,7 +341,7 @@ def mla_decode_turned_kernel(
     if tiles > 0:
         acc, total = all_tiles(
             values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start,
-            end, tiles, next_row, rows_end, scale, acc, total, R, P, PAGE, BN, TURNS,
+            end, tiles, next_row, rows_end, scale, acc, total, R, P, PAGE, BN,
         )  # fmt: skip
     write(
         acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, start < length, R, WHOLE

@@ -52,7 +52,9 @@ def _low(name: str, address: str) -> str:
     shr.u32 {name}, {address}, 4;"""
 
 
-def _multiply(shape: str, sums: str, left: tuple[str, int], right: tuple[str, int], rest: str) -> str:
+def _multiply(
+    shape: str, sums: str, left: tuple[str, int], right: tuple[str, int], rest: str
+) -> str:
     """A product; operands are registers from :func:`_low`, and bytes to go on from there."""
     return f"""
     add.u32 x, {left[0]}, {left[1] >> 4};
@@ -62,13 +64,11 @@ def _multiply(shape: str, sums: str, left: tuple[str, int], right: tuple[str, in
     wgmma.mma_async.sync.aligned.{shape}k16.f32.bf16.bf16 {{{sums}}}, c, d, {rest};"""
 
 
-def _scores(
-    where: int, first_block: int, blocks: int, *, begin: bool, end: bool, turns: bool = False
-) -> str:
+def _scores(where: int, first_block: int, blocks: int, *, begin: bool, end: bool) -> str:
     """24 registers [64 latents, 48 heads] += a tile's blocks times the group's queries.
 
-    ``$48``: bytes from ``where`` to the first of the blocks. ``turns``: the second group's come
-    behind the first one's, so that its softmax runs beside them.
+    ``$48``: bytes from ``where`` to the first of the blocks. At the end the second group's come
+    behind the first one's, whose softmax runs beside them.
     """
     steps = []
     for block in range(blocks):
@@ -79,8 +79,8 @@ def _scores(
             how = f"{1 if adds else 0}, 1, 1, 0, 0"
             steps.append(_multiply("m64n48", _list(0, 24), left, right, how))
     wait = "wgmma.wait_group.sync.aligned 0;" if end else ""
-    second = f"@second bar.sync {_TURN}, 256;" if turns else ""
-    first = f"@!second bar.arrive {_TURN}, 256;" if turns else ""
+    second = f"@second bar.sync {_TURN}, 256;" if end else ""
+    first = f"@!second bar.arrive {_TURN}, 256;" if end else ""
     return f"""{{{_WHO}
     .reg .b32 x, y;
     .reg .b64 c, d;
@@ -128,7 +128,8 @@ _PLACE = """
 
 def _exponents(first: int, scale: str) -> str:
     """Registers ``x0``.. = scores from ``first`` on times the scale, less the reference."""
-    lines = ["""
+    lines = [
+        """
     .reg .f32 x<24>, e<24>, low, high;
     .reg .b32 note;
     and.b32 t, lane, 3;
@@ -232,9 +233,7 @@ def _tied(count: int) -> str:
 BEGIN_TYPES = ",".join(["=&f"] * 24 + ["r"] * 8)
 BEGIN_SCORES = _scores(EARLY, 0, 4, begin=True, end=False).replace("$48", "$24")
 SHARED_SCORES = _scores(SHARED, 8, 1, begin=False, end=False)
-END_SCORES = tuple(
-    _scores(LATE, 4, 4, begin=False, end=True, turns=turns) for turns in (False, True)
-)
+END_SCORES = _scores(LATE, 4, 4, begin=False, end=True)
 SCORES_TYPES = _tied(24) + ",r" * 8
 MIX = _mixing()
 MIX_TYPES = _tied(192) + ",r" * 16

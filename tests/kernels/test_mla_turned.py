@@ -133,7 +133,7 @@ class Machine:
     def no_scores(self, _s: Any) -> None:
         self._wait(0)
 
-    def more_scores(self, room: Any, s: Any, last: Any, _turns: Any) -> Any:
+    def more_scores(self, room: Any, s: Any, last: Any) -> Any:
         if not last:
             self._scores(room, room.cells[COMMON:][:2], room.tensor[COMMON:][:2], 8)
             return s
@@ -235,7 +235,7 @@ def run_on_cpu(kernel: Any, grid: Any, matrix: Any, blocks: Any, *args: Any, **c
 ORDER = [
     ("o_n = gl.arange(0, 128, gl.SliceLayout(1, S)) % 64\n", "mbarrier.wait(landed.index(0), 0)"),
     ("at + 2 * BN, end, rows_end, PAGE)\n", "mbarrier.wait(landed_shared.index(0), odd)"),
-    ("s = more_scores(room, s, False, TURNS)\n", "mbarrier.wait(landed_late.index(0), odd)"),
+    ("s = more_scores(room, s, False)\n", "mbarrier.wait(landed_late.index(0), odd)"),
     ("refer(notes, s, scale)\n", "meet()"),
     ("meet()\n        weigh(room, notes, s, scale)\n", "fence_async_shared()"),
     ("        weigh(room, notes, s, scale)\n        fence_async_shared()\n", "meet()"),
@@ -356,7 +356,7 @@ def test_scores_in_ptx(odd: int) -> None:
     threads, content = filled_machine()
     offset = torch.full((256,), odd * 4 * ptx.BLOCK)
     got = threads.run(ptx.BEGIN_SCORES, {24: offset})
-    for code in (ptx.SHARED_SCORES, ptx.END_SCORES[odd]):
+    for code in (ptx.SHARED_SCORES, ptx.END_SCORES):
         got = threads.run(code, {i: got[f"${i}"] for i in range(24)} | {48: 0 * offset})
 
     def blocks(begin: int, count: int, rows: int) -> list[torch.Tensor]:
