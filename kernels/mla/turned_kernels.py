@@ -18,13 +18,16 @@ from k3vl.kernels.mla.hopper_kernels import tile_row
 BEGIN_SCORES, BEGIN_TYPES = gl.constexpr(ptx.BEGIN_SCORES), gl.constexpr(ptx.BEGIN_TYPES)
 SHARED_SCORES, END_SCORES = gl.constexpr(ptx.SHARED_SCORES), gl.constexpr(ptx.END_SCORES)
 SCORES_TYPES = gl.constexpr(ptx.SCORES_TYPES)
-MIX, MIX_TYPES = gl.constexpr(ptx.MIX), gl.constexpr(ptx.MIX_TYPES)
+MIX_LATE, MIX_EARLY = gl.constexpr(ptx.MIX_LATE), gl.constexpr(ptx.MIX_EARLY)
+MIX_TYPES = gl.constexpr(ptx.MIX_TYPES)
+ADD, ADD_TYPES = gl.constexpr(ptx.ADD), gl.constexpr(ptx.ADD_TYPES)
 MIX_WAITS, MIX_WAIT_TYPES = gl.constexpr(ptx.MIX_WAITS), gl.constexpr(ptx.MIX_WAIT_TYPES)
 WEIGH, SOFTMAX_TYPES = gl.constexpr(ptx.WEIGH), gl.constexpr(ptx.SOFTMAX_TYPES)
 REFER = gl.constexpr(ptx.REFER)
 SCORES_WAIT_TYPES = gl.constexpr(ptx.SCORES_WAIT_TYPES)
 VERDICT, CHECK_PLACE = gl.constexpr(ptx.VERDICT), gl.constexpr(ptx.CHECK_PLACE)
 SLABS = gl.constexpr(ptx.SLABS)
+TWO_ONES = gl.constexpr(ptx.TWO_ONES)
 EARLY_SLAB, LATE_SLAB, SHARED_SLAB, QUERY_SLAB, PROBABILITY_SLAB = (
     gl.constexpr(x // 4096)
     for x in (ptx.EARLY, ptx.LATE, ptx.SHARED, ptx.QUERIES, ptx.PROBABILITIES)
@@ -87,14 +90,31 @@ def weigh(_room, _notes, s, scale):
 
 
 @gluon.jit
-def mix(_room, acc, offset):
-    """Begin to add a tile's values: first the late channels, then, apart, the early ones."""
-    return gl.inline_asm_elementwise(
-        MIX, MIX_TYPES,
-        [acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7], acc[8], acc[9], acc[10],
-         acc[11], offset],
-        dtype=(gl.float32,) * 12, is_pure=False, pack=16,
+def mix(_room, acc, offset, LATE: gl.constexpr):
+    """Begin to add a tile's values: its late channels to the first half, or its early ones."""
+    if LATE:
+        a, b, c, d, e, f = acc[0], acc[1], acc[2], acc[3], acc[4], acc[5]
+    else:
+        a, b, c, d, e, f = acc[6], acc[7], acc[8], acc[9], acc[10], acc[11]
+    more = gl.inline_asm_elementwise(
+        MIX_LATE if LATE else MIX_EARLY, MIX_TYPES, [a, b, c, d, e, f, offset],
+        dtype=(gl.float32,) * 6, is_pure=False, pack=16,
     )  # fmt: skip
+    if LATE:
+        acc = (more[0], more[1], more[2], more[3], more[4], more[5], acc[6], acc[7], acc[8],
+               acc[9], acc[10], acc[11])  # fmt: skip
+    else:
+        acc = (acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], more[0], more[1], more[2], more[3],
+               more[4], more[5])  # fmt: skip
+    return acc
+
+
+@gluon.jit
+def add_up(_room, _notes, total):
+    """Begin to add probabilities: rows [64 of 96 heads, 8 times] of either group of warps."""
+    return gl.inline_asm_elementwise(
+        ADD, ADD_TYPES, [total], dtype=gl.float32, is_pure=False, pack=4
+    )
 
 
 @gluon.jit
@@ -130,28 +150,39 @@ def zero_rows(tile, left):
 
 
 @gluon.jit
+def aside(notes):
+    """Room for a number for each of the rows that are added up."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return notes.index(4)._reinterpret(gl.float32, [128], FLAT)
+
+
+@gluon.jit
 def raised(s, acc, total, notes, scale):
     """Raise every head's reference to the highest score so far; what was added becomes less."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     more = ()
-    sums = ()
     for n in gl.static_range(3):
         peak = gl.max(s[n].reshape([2, 64, 16]), 1).reshape([32]) * scale
         old = notes.index(n).load(FLAT)
         new = gl.maximum(old, gl.convert_layout(peak, FLAT))
         notes.index(n).store(new)
         kept = gl.exp2(old - new)
-        sums = sums + (total[n] * gl.convert_layout(kept, ROWS),)  # noqa: RUF005
+        # The rows of the first group of warps are heads of n = 0 and 1, of the second 1 and 2.
+        if n < 2:
+            notes.index(4 + n).store(kept)
+        if n > 0:
+            notes.index(5 + n).store(kept)
         column = gl.convert_layout(kept, gl.SliceLayout(0, O))[None, :]
         for m in gl.static_range(4):
             more = more + (acc[3 * m + n] * column,)  # noqa: RUF005
     notes.index(3).store(gl.zeros([32], gl.float32, FLAT))
     meet()
+    total = total * aside(notes).load(gl.SliceLayout(1, SUM))[:, None]
     acc = (more[0], more[4], more[8], more[1], more[5], more[9], more[2], more[6], more[10],
            more[3], more[7], more[11])  # fmt: skip
-    return acc, sums
+    return acc, total
 
 
 @gluon.jit
@@ -189,7 +220,6 @@ def all_tiles(
     last tile they compute scores that nobody needs.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 16, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     HALF: gl.constexpr = BN * (R // 2) * 2
     o_n = gl.arange(0, 128, gl.SliceLayout(1, S)) % 64
     mbarrier.wait(landed.index(0), 0)
@@ -225,37 +255,35 @@ def all_tiles(
             weigh(room, notes, s, scale)
             fence_async_shared()
             meet()
-        acc = mix(room, acc, odd * HALF)
-        if j + 1 < tiles:
-            mbarrier.expect(landed_shared.index(0), BN * P * 2)
-            begin_copy(
-                shared, [next_row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0)
-            )
-        sums = ()
-        for n in gl.static_range(3):
-            b_p = room.index(PROBABILITY_SLAB + n).load(ROWS).to(gl.float32)
-            sums = sums + (total[n] + gl.sum(b_p, 1),)  # noqa: RUF005
-        total = sums
+        more = j + 1 < tiles
+        total = add_up(room, notes, total)
+        acc = mix(room, acc, 0, True)
+        mbarrier.expect(landed_shared.index(0), BN * P * 2, pred=more)
+        begin_copy(
+            shared, [next_row, R], landed_shared.index(0), slabs(room, SHARED_SLAB, BN, P, 0),
+            pred=more,
+        )  # fmt: skip
+        acc = mix(room, acc, odd * HALF, False)
         acc = mix_wait(acc, 1)
+        mbarrier.expect(landed_late.index(0), HALF, pred=more)
         meet()
+        begin_copy(
+            values, [next_row, R // 2], landed_late.index(0),
+            slabs(room, LATE_SLAB, BN, R // 2, 0), pred=more,
+        )  # fmt: skip
         following = odd
-        if j + 1 < tiles:
-            mbarrier.expect(landed_late.index(0), HALF)
-            begin_copy(
-                values, [next_row, R // 2], landed_late.index(0),
-                slabs(room, LATE_SLAB, BN, R // 2, 0),
-            )  # fmt: skip
+        if more:
             following = 1 - odd
             mbarrier.wait(landed.index(following), ((j + 1) >> 1) & 1)
         s = begin_scores(room, gl.full([128, 16], following * HALF, gl.int32, S))
         acc = mix_wait(acc, 1)
+        more = j + 2 < tiles
+        mbarrier.expect(landed.index(odd), HALF, pred=more)
         meet()
-        if j + 2 < tiles:
-            mbarrier.expect(landed.index(odd), HALF)
-            begin_copy(
-                values, [early_row, 0], landed.index(odd),
-                slabs(room, EARLY_SLAB, BN, R // 2, 8 * odd),
-            )  # fmt: skip
+        begin_copy(
+            values, [early_row, 0], landed.index(odd), slabs(room, EARLY_SLAB, BN, R // 2, 8 * odd),
+            pred=more,
+        )  # fmt: skip
         next_row = early_row
     no_scores(s)
     meet()
@@ -291,8 +319,8 @@ def mla_decode_turned_kernel(
     if PDL:
         let_next_begin()
         wait_for_inputs()
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     i_b = gl.program_id(1).to(gl.int64)
     i_s = gl.program_id(2)
@@ -304,7 +332,7 @@ def mla_decode_turned_kernel(
     tiles = gl.cdiv(gl.maximum(end - start, 0), BN)
     p_rows = rows + i_b * s_rows
     room = gl.allocate_shared_memory(gl.bfloat16, [SLABS, 32, 64], gl.NVMMASharedLayout(128, 16, 2))
-    notes = gl.allocate_shared_memory(gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = gl.allocate_shared_memory(gl.float32, [16, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Apart, as the compiler orders accesses of the same allocation by barriers of all warps.
     landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     landed_late = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -333,11 +361,13 @@ def mla_decode_turned_kernel(
     store_queries(room, b_q)
     for n in gl.static_range(4):
         notes.index(n).store(gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))
+    for n in gl.static_range(8):
+        notes.index(8 + n).store(gl.full([32], TWO_ONES, gl.float32, FLAT))
     fence_async_shared()
     meet()
     check_place(notes)
     acc = (gl.zeros([128, 32], gl.float32, O),) * 12
-    total = (gl.zeros([32], gl.float32, gl.SliceLayout(1, ROWS)),) * 3
+    total = gl.zeros([128, 8], gl.float32, SUM)
     if tiles > 0:
         acc, total = all_tiles(
             values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start,
@@ -364,8 +394,10 @@ def write(
     o_c = gl.arange(0, 32, gl.SliceLayout(1, ROWS))
     o_r = gl.arange(0, 128, gl.SliceLayout(0, ROWS))
     o_w = gl.arange(0, 32, SUMS)
+    aside(notes).store(gl.max(total, 1))
     for n in gl.static_range(3):
-        share = gl.convert_layout(1.0 / gl.maximum(total[n], 1e-30), COLUMN)[None, :]
+        sums = notes.index(4 + n + n // 2).load(COLUMN)
+        share = (1.0 / gl.maximum(sums, 1e-30))[None, :]
         for m in gl.static_range(4):
             stage = slabs(room, 2 * (4 * n + m), 32, 128, 0)
             stage.permute((1, 0)).store((acc[3 * m + n] * share).to(gl.bfloat16))
@@ -383,6 +415,7 @@ def write(
         if not WHOLE:
             # Of a part that is empty there is only the weight, and that is nothing.
             o_h = o_w // 16 * 48 + n * 16 + o_w % 16
+            sums = notes.index(4 + n + n // 2).load(SUMS)
             p_weights = weights + (i_b * H + o_h) * SPLITS + i_s
-            gl.store(p_weights, notes.index(n).load(SUMS) + gl.log2(total[n]), mask=o_h < H)
+            gl.store(p_weights, notes.index(n).load(SUMS) + gl.log2(sums), mask=o_h < H)
     keep(room)

@@ -23,7 +23,10 @@ PROBABILITIES = QUERIES + 9 * HEADS * 128
 SLABS = (PROBABILITIES + HEADS * 128) // 4096
 """Of 32 rows, in all."""
 NOTES = SLABS * 4096
-"""Behind it: float32 [96] references, whether one is to be raised."""
+"""Behind it: float32 [96] references, whether one is to be raised; room for 128 numbers; ones."""
+ONES = NOTES + 1024
+TWO_ONES = 1.0019378662109375
+"""Whose bits as float32 are twice those of one in bfloat16."""
 
 _DESCRIPTOR = 1 << 30 | 1024 >> 4
 """The upper half."""
@@ -96,28 +99,45 @@ def _scores(where: int, first_block: int, blocks: int, *, begin: bool, end: bool
     }}"""
 
 
-def _mixing() -> str:
-    """192 registers [256 channels, 96 heads] of each group += values, turned, times probabilities.
+def _mixing(where: int) -> str:
+    """96 registers [128 channels, 96 heads] of each group += values, turned, times probabilities.
 
-    A block of channels after the other, late ones first; ``$384``: bytes from ``EARLY`` to this
-    tile's early channels. Two groups of products.
+    Two blocks, from ``where`` and ``$192`` bytes further on. A group of products.
     """
     text = []
-    for m in range(4):
-        where = "late" if m < 2 else "early"
+    for m in range(2):
         for k in range(4):
-            left, right = (where, m % 2 * BLOCK + k * 16 * 128), ("right", 32 * k)
+            left, right = ("left", m * BLOCK + k * 16 * 128), ("right", 32 * k)
             text.append(_multiply("m64n96", _list(48 * m, 48), left, right, "1, 1, 1, 1, 0"))
-        if m % 2:
-            text.append("\n    wgmma.commit_group.sync.aligned;")
     return f"""{{{_WHO}
     .reg .b32 x, y;
     .reg .b64 c, d;
     mad.lo.u32 x, group, {2 * BLOCK}, base;
-    add.u32 y, x, {LATE};{_low("late", "y")}
-    add.u32 y, x, $384;{_low("early", "y")}
+    add.u32 x, x, $192;
+    add.u32 x, x, {where};{_low("left", "x")}
     add.u32 y, base, {PROBABILITIES};{_low("right", "y")}
     wgmma.fence.sync.aligned;{"".join(text)}
+    wgmma.commit_group.sync.aligned;
+    }}"""
+
+
+def _adding() -> str:
+    """Four registers [64 heads, 8] += probabilities times ones; the second group begins at 32.
+
+    A group of products of its own.
+    """
+    text = [
+        _multiply("m64n8", _list(0, 4), ("left", 32 * k), ("right", 0), "1, 1, 1, 0, 0")
+        for k in range(4)
+    ]
+    return f"""{{{_WHO}
+    .reg .b32 x, y;
+    .reg .b64 c, d;
+    mad.lo.u32 x, group, 4096, base;
+    add.u32 x, x, {PROBABILITIES};{_low("left", "x")}
+    add.u32 y, base, {ONES};{_low("right", "y")}
+    wgmma.fence.sync.aligned;{"".join(text)}
+    wgmma.commit_group.sync.aligned;
     }}"""
 
 
@@ -235,8 +255,10 @@ BEGIN_SCORES = _scores(EARLY, 0, 4, begin=True, end=False).replace("$48", "$24")
 SHARED_SCORES = _scores(SHARED, 8, 1, begin=False, end=False)
 END_SCORES = _scores(LATE, 4, 4, begin=False, end=True)
 SCORES_TYPES = _tied(24) + ",r" * 8
-MIX = _mixing()
-MIX_TYPES = _tied(192) + ",r" * 16
+MIX_LATE, MIX_EARLY = _mixing(LATE), _mixing(EARLY)
+MIX_TYPES = _tied(96) + ",r" * 16
+ADD = _adding()
+ADD_TYPES = _tied(4)
 MIX_WAITS = ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;")
 MIX_WAIT_TYPES = _tied(192)
 SCORES_WAIT_TYPES = _tied(24)

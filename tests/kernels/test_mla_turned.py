@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.kernels.ordering import Cell
 
 LATENT, SHARED, PAGE = 512, 64, 64
+BF16 = torch.bfloat16
 EARLY, LATE, COMMON, QUERIES, PROBABILITIES = (
     x // 4096 for x in (ptx.EARLY, ptx.LATE, ptx.SHARED, ptx.QUERIES, ptx.PROBABILITIES)
 )
@@ -62,7 +63,7 @@ class Machine:
             name: getattr(self, name)
             for name in (
                 "slabs", "keep", "begin_scores", "more_scores", "no_scores", "refer", "verdict",
-                "weigh", "mix", "mix_wait", "check_place",
+                "weigh", "aside", "add_up", "mix", "mix_wait", "check_place",
             )
         }  # fmt: skip
 
@@ -177,7 +178,7 @@ class Machine:
         from tests.kernels.gluon_on_cpu import _meeting
         from tests.kernels.ordering import group
 
-        Machine._met(notes.cells[3:], store=False)
+        Machine._met(notes.cells[3:4], store=False)
         with _meeting:
             notes.cells[3].load(group())
             raised = int(notes.tensor[3, 0])
@@ -189,7 +190,7 @@ class Machine:
         from tests.kernels.ordering import group
 
         exponents = self._exponents(notes, s, scale)
-        self._met([*notes.cells[3:], *room.cells[PROBABILITIES:]], store=True)
+        self._met([*notes.cells[3:4], *room.cells[PROBABILITIES:]], store=True)
         with _meeting:
             notes.cells[3].store(group())
         if max(float(x.max()) for x in exponents) > ptx.LIMIT:
@@ -198,12 +199,29 @@ class Machine:
             p = x.exp2().bfloat16().view(2, 64, 16).transpose(1, 2).reshape(32, 64)
             room.index(PROBABILITIES + n).store(p)
 
-    def mix(self, room: Any, acc: Any, offset: Any) -> Any:
-        self.acc = list(acc)
-        weights = room.cells[PROBABILITIES:][:3]
-        for half, first in enumerate((LATE, EARLY + int(offset) // 4096)):
-            add = partial(self._add, room, first, 2 * half)
-            self._group(add, room.cells[first:][:8], weights)
+    @staticmethod
+    def aside(notes: Any) -> Any:
+        from tests.kernels.gluon_on_cpu import Shared
+
+        return Shared(notes.tensor[4:8].view(128), notes.cells[4:8])
+
+    def add_up(self, room: Any, notes: Any, total: torch.Tensor) -> torch.Tensor:
+        out = total.clone()
+
+        def add() -> None:
+            ones = notes.tensor[8:].view(BF16).view(8, 64).float()
+            rows = room.tensor[PROBABILITIES:][:3].reshape(96, 64).float()
+            out.add_(torch.cat([rows[:64], rows[32:]]) @ ones.T)
+
+        self._group(add, room.cells[PROBABILITIES:][:3], notes.cells[8:])
+        return out
+
+    def mix(self, room: Any, acc: Any, offset: Any, late: Any) -> Any:
+        if late:
+            self.acc = list(acc)
+        first = LATE if late else EARLY + int(offset) // 4096
+        add = partial(self._add, room, first, 0 if late else 2)
+        self._group(add, room.cells[first:][:8], room.cells[PROBABILITIES:][:3])
         return acc
 
     def _add(self, room: Any, first: int, begin: int) -> None:
@@ -241,18 +259,15 @@ ORDER = [
     ("        weigh(room, notes, s, scale)\n        fence_async_shared()\n", "meet()"),
     ("            weigh(room, notes, s, scale)\n", "fence_async_shared()"),
     ("            weigh(room, notes, s, scale)\n            fence_async_shared()\n", "meet()"),
-    ("total = sums\n        acc = mix_wait(acc, 1)\n", "meet()"),
+    ("landed_late.index(0), HALF, pred=more)\n", "meet()"),
     (
         "following = 1 - odd\n",
         "mbarrier.wait(landed.index(following), ((j + 1) >> 1) & 1)",
     ),
-    ("gl.int32, S))\n        acc = mix_wait(acc, 1)\n", "meet()"),
+    ("landed.index(odd), HALF, pred=more)\n", "meet()"),
     ("no_scores(s)\n", "meet()"),
-    ("gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))\n", "fence_async_shared()"),
-    (
-        "gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))\n    fence_async_shared()\n",
-        "meet()",
-    ),
+    ("gl.full([32], TWO_ONES, gl.float32, FLAT))\n", "fence_async_shared()"),
+    ("gl.full([32], TWO_ONES, gl.float32, FLAT))\n    fence_async_shared()\n", "meet()"),
     ("gl.float32, FLAT))\n", "meet()"),
 ]
 
@@ -372,22 +387,33 @@ def test_scores_in_ptx(odd: int) -> None:
             torch.testing.assert_close(got[f"${8 * n + i}"], want[i], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(("code", "begin"), [(ptx.MIX_LATE, ptx.LATE), (ptx.MIX_EARLY, ptx.EARLY)])
 @pytest.mark.parametrize("odd", [0, 1])
-def test_mixtures_in_ptx(odd: int) -> None:
+def test_mixtures_in_ptx(code: str, begin: int, odd: int) -> None:
     threads, content = filled_machine()
-    start = torch.randn(12, 128, 32)
+    start, offset = torch.randn(6, 128, 32), odd * 4 * ptx.BLOCK * (begin == ptx.EARLY)
     given = dict(enumerate(register for x in start for register in spread(x, 32)))
-    got = threads.run(ptx.MIX, given | {384: torch.full((256,), odd * 4 * ptx.BLOCK)})
+    got = threads.run(code, given | {192: torch.full((256,), offset)})
     weights = content[ptx.PROBABILITIES // 2 :][: 96 * 64].view(96, 64)
-    for m in range(4):
-        begin = ptx.LATE if m < 2 else ptx.EARLY + odd * 4 * ptx.BLOCK
-        tiles = content[begin // 2 :][: 4 * 4096].view(2, 2, 64, 64)[:, m % 2]
+    for m in range(2):
+        tiles = content[(begin + offset) // 2 :][: 4 * 4096].view(2, 2, 64, 64)[:, m]
         for n in range(3):
             more = torch.einsum("gtc,ht->gch", tiles, weights[32 * n :][:32])
             want = spread(start[3 * m + n] + more.reshape(128, 32), 32)
             for i in range(16):
                 register = got[f"${48 * m + 16 * n + i}"]
                 torch.testing.assert_close(register, want[i], rtol=1e-4, atol=1e-4)
+
+
+def test_sums_in_ptx() -> None:
+    threads, content = filled_machine()
+    threads.view(ptx.ONES, torch.float32, 256).fill_(ptx.TWO_ONES)
+    start = torch.randn(128, 8)
+    got = threads.run(ptx.ADD, dict(enumerate(spread(start, 8))))
+    rows = content[ptx.PROBABILITIES // 2 :][: 96 * 64].view(96, 64).sum(1)
+    want = spread(start + torch.cat([rows[:64], rows[32:]])[:, None], 8)
+    for i in range(4):
+        torch.testing.assert_close(got[f"${i}"], want[i], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("highest", [60.0, 70.0])
