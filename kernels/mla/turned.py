@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from k3vl.kernels.mla.hopper import FEW_PARTS, TILE, hopper_takes
+from k3vl.kernels.mla.hopper import TILE, hopper_takes
 from k3vl.kernels.mla.turned_ptx import HEADS
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program."""
 
+_PARTS = 4
+"""At most: more of them cost more to add."""
+
 _TILES = 16
 """Of a part, at least: what a program takes besides has to count little beside them."""
 
@@ -25,11 +28,6 @@ class TurnedShape(NamedTuple):
     """Parts of a context, each for all heads."""
 
     splits: int
-
-    @property
-    def lean(self) -> bool:
-        """As of ``HopperShape``: parts are bfloat16, and empty ones have a weight too."""
-        return self.splits > 1
 
 
 def turned_takes(
@@ -46,7 +44,7 @@ def turned_shape(batch: int, longest: int) -> TurnedShape | None:
     and has a third round of programs where this one would have a second that is as long.
     """
     splits = _PROGRAMS // batch
-    if 1 <= splits <= FEW_PARTS and longest >= splits * _TILES * TILE:
+    if 1 <= splits <= _PARTS and longest >= splits * _TILES * TILE:
         return TurnedShape(splits)
     return None
 
@@ -61,14 +59,14 @@ def turned_parts(
     page: int,
     shape: TurnedShape,
     *,
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
     early: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> None:
-    """Fill results: [B, H, R], or with several parts theirs and their weights.
+    """Fill results: parts [B, SPLITS, H, R], which may be the result, and weights [B, H, SPLITS].
 
-    ``early``: a launch for several parts may begin beside the one before. ``launch`` takes kernel,
-    grid and arguments; None starts it on the device.
+    ``early``: the launch may begin beside the one before. ``launch`` takes kernel, grid and
+    arguments; None starts it on the device.
     """
     batch, heads, width = q.shape
     grid = (1, batch, shape.splits)
@@ -91,7 +89,7 @@ def turned_parts(
         "PAGE": page,
         "BN": TILE,
         "WHOLE": shape.splits == 1,
-        "PDL": shape.lean and early,
+        "PDL": early,
     }
     from k3vl.kernels.mla.turned_kernels import mla_decode_turned_kernel as kernel
 
@@ -103,5 +101,4 @@ def turned_parts(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (TensorDescriptor.from_tensor(latents, block, layout) for block in blocks)
-    early = constants["PDL"]
     kernel[grid](*described, *args, **constants, num_warps=8, launch_pdl=early)

@@ -297,7 +297,6 @@ def mla_decode_turned_kernel(
     q,
     rows,
     lengths,
-    out,
     parts,
     weights,
     s_q,
@@ -373,17 +372,15 @@ def mla_decode_turned_kernel(
             values, shared, room, notes, landed, landed_late, landed_shared, p_rows, s_page, start,
             end, tiles, next_row, rows_end, scale, acc, total, R, P, PAGE, BN,
         )  # fmt: skip
-    write(
-        acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, start < length, R, WHOLE
-    )
+    write(acc, total, room, notes, parts, weights, i_b, i_s, H, SPLITS, R, WHOLE)
 
 
 @gluon.jit
 def write(
-    acc, total, room, notes, out, parts, weights, i_b, i_s, H, SPLITS, there, R: gl.constexpr,
+    acc, total, room, notes, parts, weights, i_b, i_s, H, SPLITS, R: gl.constexpr,
     WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Mixtures to [B, H, R] or [B, H, SPLITS, R], a head's channels together, by way of the room.
+    """Mixtures to [B, SPLITS, H, R], a head's channels together, by way of the room.
 
     Column c of block n is head 16 n + c % 16 of the first or, from 16 on, the second 48.
     """
@@ -403,17 +400,14 @@ def write(
             stage.permute((1, 0)).store((acc[3 * m + n] * share).to(gl.bfloat16))
     for n in gl.static_range(3):
         o_h = o_c // 16 * 48 + n * 16 + o_c % 16
-        row = (i_b * H + o_h) * SPLITS + i_s
+        row = (i_b * SPLITS + i_s) * H + o_h
         for m in gl.static_range(4):
             stage = slabs(room, 2 * (4 * n + m), 32, 128, 0)
             channel = (1 - m // 2) * (R // 2) + o_r // 64 * 128 + m % 2 * 64 + o_r % 64
             at = row[:, None] * R + channel[None, :]
-            if WHOLE:
-                gl.store(out + at, stage.load(ROWS), mask=(o_h < H)[:, None])
-            else:
-                gl.store(parts + at, stage.load(ROWS), mask=(o_h < H)[:, None] & there)
+            gl.store(parts + at, stage.load(ROWS), mask=(o_h < H)[:, None])
         if not WHOLE:
-            # Of a part that is empty there is only the weight, and that is nothing.
+            # Of a part that is empty the weight is that of nothing; it has zeros.
             o_h = o_w // 16 * 48 + n * 16 + o_w % 16
             sums = notes.index(4 + n + n // 2).load(SUMS)
             p_weights = weights + (i_b * H + o_h) * SPLITS + i_s
