@@ -77,6 +77,10 @@ EXPLAINED = {
             _EXCHANGED + "; the next store waits until the reader has told its next"
         ),
         (_SUM, "total = total + m_sum.index(1 - SIDE).load(ROW)"): _EXCHANGED,
+        (
+            _SUM,
+            "share = gl.convert_layout(1.0 / gl.maximum(total, 1.0), ROW_O)[:, None]",
+        ): _EXCHANGED,
         (_MLA, _MLA): _HANDED_OVER,
         (_SPLIT, _MLA): _HANDED_OVER,
     },
