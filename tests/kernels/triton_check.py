@@ -48,6 +48,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.mla.turned import TurnedShape
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -455,6 +456,17 @@ def check_mla_decode_hopper() -> Iterator[str]:
             close(f"{shape}", got, want, bound(torch.bfloat16))
             assert not got[1].any(), "padding gets zeros"
     yield "1 to 66 parts, NaN in all that is not used"
+    for size in (1.0, 60.0):  # the larger scores are, the further on, so that references are raised
+        larger = torch.linspace(1.0, size, page + 7, device=DEVICE).repeat(batch * most)[:, None]
+        grown = (latents.float() * larger).bfloat16()
+        want = mla_decode_reference(q.double(), grown.double().nan_to_num(), *args[1:])
+        for splits in (1, 2, 3, 4, 9):
+            for _ in range(20 if LARGE else 2):
+                shape = TurnedShape(splits)
+                got = mla_decode(q, grown, begins, lengths, 512, 0.07, page, shape=shape)
+                close(f"{shape}, {size}", got, want, bound(torch.bfloat16))
+                assert not got[1].any(), "padding gets zeros"
+    yield "turned, 1 to 9 parts, NaN in all that is not used, references raised"
 
 
 def check_mla_store() -> Iterator[str]:
