@@ -15,6 +15,7 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
+from k3vl.kernels.moe.alone import AloneShapes, Share, alone_outputs, rounded_and_normed
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
     combine,
@@ -83,7 +84,11 @@ def moe_cases() -> Iterator[Case]:
             # Few tokens have products of their own; from how many on these do better is open.
             variants={"one product a step": partial(_many, x, weights, chosen, stored, norm)}
             if 256 <= tokens < JOINED_PAIRS * _E // _K
-            else {},
+            else {
+                name: partial(_alone, x, weights, chosen, stored, norm, shapes)
+                for name, shapes in _ALONE.items()
+                if tokens == 1
+            },
             compared=True,
             peers={
                 **_peers(tokens, chosen),
@@ -102,6 +107,43 @@ def _many(
     """As for many tokens."""
     outputs = products_of_many(x, chosen, stored, _SITU)
     return combine(outputs, weights, norm, 1e-5, torch.empty_like(x))
+
+
+_ALONE = {
+    "even, in w4 d2, back sums d2 early": AloneShapes(
+        gate_up=Share(warps=4, depth=2), down=Share(warps=16, depth=2, early=True), summed=True
+    ),
+    "even, in w4 d1 early, back sums d3": AloneShapes(
+        gate_up=Share(warps=4, depth=1, early=True), down=Share(warps=16, depth=3), summed=True
+    ),
+    "even, in w16 d1 early, back sums d4": AloneShapes(
+        gate_up=Share(warps=16, depth=1, early=True), down=Share(warps=16, depth=4), summed=True
+    ),
+    "even, in w16 d2, back sums d2 early": AloneShapes(
+        gate_up=Share(warps=16, depth=2),
+        down=Share(warps=16, depth=2, early=True),
+        summed=True,
+    ),
+    "even, in w4 d2, back w4 d2 early": AloneShapes(
+        gate_up=Share(warps=4, depth=2), down=Share(warps=4, depth=2, early=True)
+    ),
+}
+
+
+def _alone(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    stored: Mxfp4Experts,
+    norm: torch.Tensor,
+    shapes: AloneShapes,
+) -> torch.Tensor:
+    """A single token's."""
+    outputs = alone_outputs(x, weights, chosen, stored, _SITU, shapes)
+    out = torch.empty_like(x)
+    if shapes.summed:
+        return rounded_and_normed(outputs, norm, 1e-5, out)
+    return combine(outputs, weights, norm, 1e-5, out, overlap=True)
 
 
 def _want(

@@ -51,11 +51,11 @@ def _product(*, split: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _neighbours(at: int) -> str:
+def _neighbours(at: int, first: int = X) -> str:
     """Columns 16 p + n and 16 p + 8 + n of a token, of which 16 lie in eight registers."""
     word, field = divmod(at, 4)
     n = field + 4 * (word % 2)
-    low = X + 8 * (word // 2) + n // 2
+    low = first + 8 * (word // 2) + n // 2
     return f"prmt.b32 x{at}, ${low}, ${low + 4}, {'0x7632' if n % 2 else '0x5410'};"
 
 
