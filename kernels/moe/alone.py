@@ -32,11 +32,16 @@ class Share:
         warps: of a program.
         depth: steps of 128 columns whose weights are asked for at once.
         early: the next weights are asked for before the present ones are decoded.
+        wide: the L2 cache may take 256 bytes for what is asked of a row.
+        asks: steps behind the first ones that the way back has brought to the L2 cache while it
+            waits for the way in.
     """
 
     warps: int
     depth: int
     early: bool = False
+    wide: bool = False
+    asks: int = 0
 
     def fits(self, features: int, warp: int, columns: int) -> bool:
         """Whether programs divide a matrix, so many features a warp."""
@@ -113,7 +118,8 @@ def alone_outputs(
         SITU=isinstance(activation, SituGLU), **_constants(cut),
     )  # fmt: skip
     given = hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), experts
-    cut, sizes = shapes.down, {"INNER": stored.inner, "WIDTH": stored.latent, "launch_pdl": True}
+    cut = shapes.down
+    sizes = {"INNER": stored.inner, "WIDTH": stored.latent, "ASKS": cut.asks, "launch_pdl": True}
     if shapes.summed:
         out = x.new_empty(stored.latent, dtype=torch.float32)
         start(
@@ -154,6 +160,7 @@ def _constants(shape: Share) -> dict[str, int | bool]:
         "WARPS": shape.warps,
         "DEPTH": shape.depth,
         "EARLY": shape.early,
+        "WIDE": shape.wide,
         "OVERLAP": True,
         "num_warps": shape.warps,
         "maxnreg": _REGISTERS,

@@ -67,14 +67,31 @@ OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["r"] * 40
 """Sums are written before all operands are read, so nothing else may lie where they do."""
 
 
+LOAD = gl.constexpr("ld.global.cg.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
+
+
 @gluon.jit
-def _asked(at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr):
+def _four(at, WARPS: gl.constexpr):
+    """Four words [32 WARPS, 4] at each address; the L2 cache may take 256 bytes for them."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    apart = gl.zeros([32 * WARPS, 4], gl.int32, L)
+    return gl.inline_asm_elementwise(
+        LOAD, "=r,=r,=r,=r,l,l,l,l", [at[:, None] + apart],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _asked(at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr):
     """Ask for 16 bytes of each of a thread's rows, of columns 128 k and on: [32 WARPS, 4] each."""
     _t, e = _threads(WARPS, 4)
     words = ()
     for r in gl.static_range(len(ROWS)):
-        there = (at + k * 16)[:, None] + (e + ROWS[r] * WORDS)[None, :]
-        words = words + (gl.load(there, cache_modifier=".cg"),)
+        if WIDE:
+            words = words + (_four(at + (k * 16 + ROWS[r] * WORDS), WARPS),)
+        else:
+            there = (at + k * 16)[:, None] + (e + ROWS[r] * WORDS)[None, :]
+            words = words + (gl.load(there, cache_modifier=".cg"),)
     return words
 
 
@@ -118,6 +135,15 @@ def _step(sums, words, scales, token, i, WARPS: gl.constexpr, SPLIT: gl.constexp
 
 
 @gluon.jit
+def _ask(at, BYTES: gl.constexpr):
+    """Have BYTES behind each address brought to the L2 cache."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r", [at, BYTES],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _touched(x, nothing, WORDS: gl.constexpr, WARPS: gl.constexpr):
     """Zero, once all of a warp's token is in the L1 cache: steps ask for little of it at a time."""
     t, _e = _threads(WARPS, 4)
@@ -131,7 +157,8 @@ def _touched(x, nothing, WORDS: gl.constexpr, WARPS: gl.constexpr):
 def _rows_times_token(
     w, scale, x, row, nothing,
     WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
-    SPLIT: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr,
+    SPLIT: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
+    ASKS: gl.constexpr,
 ):  # fmt: skip
     """Sums of the rows ROWS behind a thread's ``row``, two a tile: [32 WARPS, 4] a tile.
 
@@ -147,9 +174,13 @@ def _rows_times_token(
     s_at = scale + row * STEPS + q % DEPTH
     words, sums = (), ()
     for i in gl.static_range(DEPTH):
-        words = words + (_asked(w_at, i, WORDS, WARPS, ROWS),)
+        words = words + (_asked(w_at, i, WORDS, WARPS, ROWS, WIDE),)
     scales = _scales(s_at, 0, STEPS, ROWS)
     zero = gl.zeros([32 * WARPS, 4], gl.float32, L)
+    if ASKS:
+        # In the time that it waits: of the warp's rows, a thread each.
+        rest = w + (row + q * ROWS[1]) * WORDS + 16 * DEPTH
+        _ask(rest, ASKS * 64)
     if WAITS:
         _control(WAIT)
         zero += _touched(x, nothing, WORDS, WARPS)[:, None].to(gl.float32)
@@ -162,13 +193,13 @@ def _rows_times_token(
         later = ()
         if EARLY:
             for i in gl.static_range(DEPTH):
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS),)
+                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS, WIDE),)
             _control(STAY)
         for i in gl.static_range(DEPTH):
             token = _token(x_at, k + i, WARPS)
             sums = _step(sums, words[i], scales, token, i, WARPS, SPLIT)
             if not EARLY:
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS),)
+                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS, WIDE),)
         words = later
         scales = coming
     return sums
@@ -192,7 +223,7 @@ def _place(row, EIGHTH: gl.constexpr):
 def gate_up_alone_kernel(
     x, w, scale, experts, out, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    DEPTH: gl.constexpr, EARLY: gl.constexpr, OVERLAP: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY: gl.constexpr, WIDE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 24 features a warp.
 
@@ -209,7 +240,7 @@ def gate_up_alone_kernel(
     ROWS: gl.constexpr = (0, 8, 16, 16 + INNER, INNER, 8 + INNER)
     top, middle, low = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), x, gate, 0,
-        WORDS, WARPS, DEPTH, EARLY, False, False, ROWS,
+        WORDS, WARPS, DEPTH, EARLY, False, False, ROWS, WIDE, 0,
     )  # fmt: skip
     gates, ups = _firsts(top, 32 * WARPS), _firsts(low, 32 * WARPS)
     last, last_up = gl.split(_firsts(middle, 32 * WARPS))
@@ -229,12 +260,12 @@ def gate_up_alone_kernel(
 def _back(
     h, w, scale, rows, nothing,
     INNER: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    WIDE: gl.constexpr, ASKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Sums of 28 rows a warp: [32 WARPS, 2] for rows g and g + 7, and for those 14 below them."""
     high, low = _rows_times_token(
         w, scale, h, rows, nothing,
-        INNER // 8, WARPS, DEPTH, EARLY, True, OVERLAP, (0, 7, 14, 21),
+        INNER // 8, WARPS, DEPTH, EARLY, True, OVERLAP, (0, 7, 14, 21), WIDE, ASKS,
     )  # fmt: skip
     return _firsts(high, 32 * WARPS), _firsts(low, 32 * WARPS)
 
@@ -243,7 +274,7 @@ def _back(
 def down_alone_kernel(
     h, w, scale, experts, out, nothing,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for 28 features a warp.
 
@@ -259,7 +290,7 @@ def down_alone_kernel(
     row = (gl.program_id(0) * WARPS + t // 32) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _back(
         h + pair * (4 * WORDS), w + begin * WORDS, scale + begin * (WORDS // 16), row, nothing,
-        INNER, WARPS, DEPTH, EARLY, OVERLAP,
+        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, OVERLAP,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, e = _threads(WARPS, 2)
@@ -274,7 +305,7 @@ def down_alone_kernel(
 def down_sum_kernel(
     h, w, scale, experts, weights, out, nothing,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out = sum of weights[pair] W2 h[pair]`` for 28 features a program, one pair a warp.
 
@@ -289,7 +320,7 @@ def down_sum_kernel(
     row = gl.program_id(0) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _back(
         h + t // 32 * (4 * WORDS), w + begin * WORDS, scale + begin * (WORDS // 16), row, nothing,
-        INNER, WARPS, DEPTH, EARLY, OVERLAP,
+        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, OVERLAP,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 2)
