@@ -116,17 +116,17 @@ _ALONE = {
     "even, in w4 d1 early, back sums d3": AloneShapes(
         gate_up=Share(warps=4, depth=1, early=True), down=Share(warps=16, depth=3), summed=True
     ),
-    "even, in w16 d1 early, back sums d4": AloneShapes(
-        gate_up=Share(warps=16, depth=1, early=True), down=Share(warps=16, depth=4), summed=True
+    "even, in w16 d2, back sums d4": AloneShapes(
+        gate_up=Share(warps=16, depth=2), down=Share(warps=16, depth=4), summed=True
     ),
-    "even, in w4 d2, back sums d2 early asks 8": AloneShapes(
-        gate_up=Share(warps=4, depth=2),
+    "even, in w4 d2 wide, back sums d2 early asks 8": AloneShapes(
+        gate_up=Share(warps=4, depth=2, wide=True),
         down=Share(warps=16, depth=2, early=True, asks=8),
         summed=True,
     ),
-    "even, in w4 d2 wide, back sums d2 early wide": AloneShapes(
-        gate_up=Share(warps=4, depth=2, wide=True),
-        down=Share(warps=16, depth=2, early=True, wide=True),
+    "even, in w4 d2 plain, back sums d2 early plain": AloneShapes(
+        gate_up=Share(warps=4, depth=2, plain=True),
+        down=Share(warps=16, depth=2, early=True, plain=True),
         summed=True,
     ),
 }

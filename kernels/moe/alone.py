@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ class Share:
         wide: the L2 cache may take 256 bytes for what is asked of a row.
         asks: steps behind the first ones that the way back has brought to the L2 cache while it
             waits for the way in.
+        plain: scales multiply sums, not weights; 256 columns at once, so ``depth`` is 2.
     """
 
     warps: int
@@ -42,10 +43,15 @@ class Share:
     early: bool = False
     wide: bool = False
     asks: int = 0
+    plain: bool = False
 
     def fits(self, features: int, warp: int, columns: int) -> bool:
         """Whether programs divide a matrix, so many features a warp."""
-        return not features % (warp * self.warps) and not columns % (_STEP_COLUMNS * self.depth)
+        return (
+            not features % (warp * self.warps)
+            and not columns % (_STEP_COLUMNS * self.depth)
+            and (self.depth == 2 or not self.plain)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +76,7 @@ def can_take(stored: Mxfp4Experts, shapes: AloneShapes, top_k: int) -> bool:
     if shapes.summed:
         if top_k != down.warps:
             return False
-        down = Share(warps=1, depth=down.depth)
+        down = replace(down, warps=1)
     return shapes.gate_up.fits(inner, _FEATURES_IN, latent) and down.fits(
         latent, _FEATURES_BACK, inner
     )
@@ -161,6 +167,7 @@ def _constants(shape: Share) -> dict[str, int | bool]:
         "DEPTH": shape.depth,
         "EARLY": shape.early,
         "WIDE": shape.wide,
+        "PLAINLY": shape.plain,
         "OVERLAP": True,
         "num_warps": shape.warps,
         "maxnreg": _REGISTERS,

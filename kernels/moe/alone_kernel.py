@@ -26,13 +26,19 @@ from k3vl.kernels.moe.few_kernel import (
 from k3vl.kernels.situ.glu_kernel import activated
 
 ACC, TOP, BELOW, X, SCALE, SELECT, LANE = 4, 8, 12, 16, 32, 40, 44
+FACTOR = 32
 """First operand of each kind: sums, words of either 8 rows, the token, scales, the rest."""
 
 
-def _tile(*, split: bool) -> str:
-    """Machine code: 128 columns more for the sums of 16 rows; see ``few_kernel._product``."""
+def _tile(*, split: bool, plain: bool = False) -> str:
+    """Machine code: 128 columns more for the sums of 16 rows; see ``few_kernel._product``.
+
+    Plain: without their scales. A product has eight columns of tokens, and one token: column n is
+    the token in the n-th group of 32 of 256 columns and zero elsewhere, so a row's sums come by
+    groups. Codes are decoded to their value times 2^-126, so the token is multiplied by 2^64.
+    """
     lines = ["{", ".reg .b32 m, s, f<2>, a<4>, x<16>;"]
-    for row in range(2):
+    for row in range(0 if plain else 2):
         lines += [
             f"shfl.sync.idx.b32 s, ${SCALE + 4 * row}, ${LANE}, 31, -1;",
             f"prmt.b32 s, s, 0, ${SELECT};",
@@ -40,6 +46,11 @@ def _tile(*, split: bool) -> str:
         ]
     if not split:
         lines += [_neighbours(at, X) for at in range(16)]
+    if plain:
+        lines += [
+            f"mul.rn.bf16x2 x{at}, {f'${X + at}' if split else f'x{at}'}, ${FACTOR};"
+            for at in range(16)
+        ]
     for i in range(4):
         for step in range(2):
             source = [(i, 2 * step + half) for half in range(2)]
@@ -48,9 +59,15 @@ def _tile(*, split: bool) -> str:
                 source = [(i // 2 + 2 * half, 2 * (i % 2) + step) for half in range(2)]
                 n = 2 * (i % 2) + 4 * (i // 2) + step
                 right = f"${X + 2 * n}, ${X + 2 * n + 1}"
+                if plain:
+                    right = f"x{2 * n}, x{2 * n + 1}"
             for half, (word, field) in enumerate(source):
                 for row, first in enumerate((TOP, BELOW)):
-                    lines += _decoded(f"${first + word}", field, f"f{row}", f"a{2 * half + row}")
+                    to = f"a{2 * half + row}"
+                    codes = _decoded(f"${first + word}", field, f"f{row}", to)
+                    if plain:
+                        codes = [*codes[:-2], codes[-2].replace(" m,", f" {to},", 1)]
+                    lines += codes
             given = 0 if i or step else ACC
             lines.append(
                 "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -66,6 +83,37 @@ TILE_SPLIT = gl.constexpr(_tile(split=True))
 OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["r"] * 40]))
 """Sums are written before all operands are read, so nothing else may lie where they do."""
 
+
+def _fold() -> str:
+    """Machine code: sums of two groups of two rows, times their scales, onto others."""
+    lines = ["{", ".reg .b32 f, s<2>;", "mov.b32 s0, $20;", "add.u32 s1, $20, 0x100;"]
+    for c in range(4):
+        lines += [
+            f"prmt.b32 f, ${12 + 4 * (c // 2)}, 0, s{c % 2};",
+            "mad.lo.u32 f, f, 128, 0x1f000000;",
+            f"fma.rn.f32 ${c}, ${8 + c}, f, ${4 + c};",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def _whole() -> str:
+    """Machine code: the sum of all groups, in every column."""
+    lines = ["{", ".reg .b32 f, g;"]
+    for c in (0, 2):
+        lines.append(f"add.f32 f, ${4 + c}, ${5 + c};")
+        for lane in (1, 2):
+            lines += [f"shfl.sync.bfly.b32 g, f, {lane}, 31, -1;", "add.f32 f, f, g;"]
+        lines += [f"mov.b32 ${c}, f;", f"mov.b32 ${c + 1}, f;"]
+    return "\n".join([*lines, "}"])
+
+
+PLAIN = gl.constexpr(_tile(split=False, plain=True))
+PLAIN_SPLIT = gl.constexpr(_tile(split=True, plain=True))
+PLAIN_OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["r"] * 28]))
+FOLD = gl.constexpr(_fold())
+FOLD_OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["f"] * 4, *["r"] * 12]))
+WHOLE = gl.constexpr(_whole())
+WHOLE_OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *["f"] * 4]))
 
 LOAD = gl.constexpr("ld.global.cg.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
 
@@ -135,6 +183,44 @@ def _step(sums, words, scales, token, i, WARPS: gl.constexpr, SPLIT: gl.constexp
 
 
 @gluon.jit
+def _plain_step(sums, words, token, i, WARPS: gl.constexpr, SPLIT: gl.constexpr):
+    """128 columns more, the first or the second of 256, in sums by groups."""
+    CODE: gl.constexpr = PLAIN_SPLIT if SPLIT else PLAIN
+    t, _e = _threads(WARPS, 4)
+    x0, x1, x2, x3 = token
+    factor = gl.where(t % 32 // 4 == t % 4 + 4 * i, 0x5F805F80, 0)
+    factor, _ = gl.broadcast(factor[:, None], x0)
+    more = ()
+    for r in gl.static_range(len(sums)):
+        more = more + (
+            gl.inline_asm_elementwise(
+                CODE, PLAIN_OPERANDS,
+                [sums[r], words[2 * r], words[2 * r + 1], x0, x1, x2, x3, factor],
+                dtype=gl.float32, is_pure=True, pack=4,
+            ),
+        )  # fmt: skip
+    return more
+
+
+@gluon.jit
+def _folded(sums, parts, scales, WARPS: gl.constexpr):
+    """Onto sums those of 256 columns by groups, of which a thread has two, times their scales."""
+    t, _e = _threads(WARPS, 4)
+    more = ()
+    for r in gl.static_range(len(sums)):
+        top, _ = gl.broadcast(scales[2 * r], sums[r])
+        below, _ = gl.broadcast(scales[2 * r + 1], sums[r])
+        select, _ = gl.broadcast((t % 2 * 0x200 + 0x4044)[:, None], sums[r])
+        more = more + (
+            gl.inline_asm_elementwise(
+                FOLD, FOLD_OPERANDS, [sums[r], parts[r], top, below, select],
+                dtype=gl.float32, is_pure=True, pack=4,
+            ),
+        )  # fmt: skip
+    return more
+
+
+@gluon.jit
 def _ask(at, BYTES: gl.constexpr):
     """Have BYTES behind each address brought to the L2 cache."""
     gl.inline_asm_elementwise(
@@ -158,7 +244,7 @@ def _rows_times_token(
     w, scale, x, row, nothing,
     WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
     SPLIT: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
-    ASKS: gl.constexpr,
+    ASKS: gl.constexpr, PLAINLY: gl.constexpr,
 ):  # fmt: skip
     """Sums of the rows ROWS behind a thread's ``row``, two a tile: [32 WARPS, 4] a tile.
 
@@ -171,7 +257,7 @@ def _rows_times_token(
     q = t % 4
     x_at = x + 16 * q
     w_at = w + row * WORDS + 4 * q
-    s_at = scale + row * STEPS + q % DEPTH
+    s_at = scale + row * STEPS + (q // 2 if PLAINLY else q % DEPTH)
     words, sums = (), ()
     for i in gl.static_range(DEPTH):
         words = words + (_asked(w_at, i, WORDS, WARPS, ROWS, WIDE),)
@@ -186,6 +272,10 @@ def _rows_times_token(
         zero += _touched(x, nothing, WORDS, WARPS)[:, None].to(gl.float32)
     for _r in gl.static_range(len(ROWS) // 2):
         sums = sums + (zero,)
+    zeros = ()
+    for _r in gl.static_range(len(ROWS) // 2):
+        zeros = zeros + (gl.zeros([32 * WARPS, 4], gl.float32, L),)
+    parts = zeros
     for k in range(0, STEPS, DEPTH):
         # Behind the last steps they come again, from the L2 cache.
         then = gl.minimum(k + DEPTH, STEPS - DEPTH)
@@ -197,11 +287,25 @@ def _rows_times_token(
             _control(STAY)
         for i in gl.static_range(DEPTH):
             token = _token(x_at, k + i, WARPS)
-            sums = _step(sums, words[i], scales, token, i, WARPS, SPLIT)
+            if PLAINLY:
+                parts = _plain_step(parts if i else zeros, words[i], token, i, WARPS, SPLIT)
+            else:
+                sums = _step(sums, words[i], scales, token, i, WARPS, SPLIT)
             if not EARLY:
                 later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS, WIDE),)
+        if PLAINLY:
+            sums = _folded(sums, parts, scales, WARPS)
         words = later
         scales = coming
+    if PLAINLY:
+        whole = ()
+        for r in gl.static_range(len(ROWS) // 2):
+            whole = whole + (
+                gl.inline_asm_elementwise(
+                    WHOLE, WHOLE_OPERANDS, [sums[r]], dtype=gl.float32, is_pure=True, pack=4
+                ),
+            )
+        sums = whole
     return sums
 
 
@@ -223,7 +327,8 @@ def _place(row, EIGHTH: gl.constexpr):
 def gate_up_alone_kernel(
     x, w, scale, experts, out, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    DEPTH: gl.constexpr, EARLY: gl.constexpr, WIDE: gl.constexpr, OVERLAP: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY: gl.constexpr, WIDE: gl.constexpr, PLAINLY: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 24 features a warp.
 
@@ -240,7 +345,7 @@ def gate_up_alone_kernel(
     ROWS: gl.constexpr = (0, 8, 16, 16 + INNER, INNER, 8 + INNER)
     top, middle, low = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), x, gate, 0,
-        WORDS, WARPS, DEPTH, EARLY, False, False, ROWS, WIDE, 0,
+        WORDS, WARPS, DEPTH, EARLY, False, False, ROWS, WIDE, 0, PLAINLY,
     )  # fmt: skip
     gates, ups = _firsts(top, 32 * WARPS), _firsts(low, 32 * WARPS)
     last, last_up = gl.split(_firsts(middle, 32 * WARPS))
@@ -260,12 +365,12 @@ def gate_up_alone_kernel(
 def _back(
     h, w, scale, rows, nothing,
     INNER: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
-    WIDE: gl.constexpr, ASKS: gl.constexpr, OVERLAP: gl.constexpr,
+    WIDE: gl.constexpr, ASKS: gl.constexpr, PLAINLY: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Sums of 28 rows a warp: [32 WARPS, 2] for rows g and g + 7, and for those 14 below them."""
     high, low = _rows_times_token(
         w, scale, h, rows, nothing,
-        INNER // 8, WARPS, DEPTH, EARLY, True, OVERLAP, (0, 7, 14, 21), WIDE, ASKS,
+        INNER // 8, WARPS, DEPTH, EARLY, True, OVERLAP, (0, 7, 14, 21), WIDE, ASKS, PLAINLY,
     )  # fmt: skip
     return _firsts(high, 32 * WARPS), _firsts(low, 32 * WARPS)
 
@@ -274,7 +379,8 @@ def _back(
 def down_alone_kernel(
     h, w, scale, experts, out, nothing,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, PLAINLY: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for 28 features a warp.
 
@@ -290,7 +396,7 @@ def down_alone_kernel(
     row = (gl.program_id(0) * WARPS + t // 32) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _back(
         h + pair * (4 * WORDS), w + begin * WORDS, scale + begin * (WORDS // 16), row, nothing,
-        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, OVERLAP,
+        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, PLAINLY, OVERLAP,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, e = _threads(WARPS, 2)
@@ -305,7 +411,8 @@ def down_alone_kernel(
 def down_sum_kernel(
     h, w, scale, experts, weights, out, nothing,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, PLAINLY: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out = sum of weights[pair] W2 h[pair]`` for 28 features a program, one pair a warp.
 
@@ -320,7 +427,7 @@ def down_sum_kernel(
     row = gl.program_id(0) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _back(
         h + t // 32 * (4 * WORDS), w + begin * WORDS, scale + begin * (WORDS // 16), row, nothing,
-        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, OVERLAP,
+        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, PLAINLY, OVERLAP,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 2)

@@ -42,7 +42,7 @@ def run_ptx(code: str, operands: dict[int, Register]) -> dict[str, Register]:
             continue
         to, *source = [part.strip() for part in rest.split(",")]
         result = OPERATIONS[name](*map(value, source))
-        registers[to] = result & LOW
+        registers[to] = result if result.dtype == torch.float32 else result & LOW
     return registers
 
 
@@ -64,6 +64,15 @@ def halves(x: Register) -> torch.Tensor:
 def signed(x: Register) -> torch.Tensor:
     """32 bits as int32."""
     return torch.where(x >> 31 == 1, x - (1 << 32), x).int()
+
+
+def floats(x: Register) -> torch.Tensor:
+    """The float32 in a register."""
+    return x if x.dtype == torch.float32 else signed(x).view(torch.float32)
+
+
+def _from_neighbour(a: Register, lane: Register, clamp: Register, members: Register) -> Register:
+    return _from_lane(a, torch.arange(len(a)) % 32 ^ lane, clamp, members)
 
 
 def _times(a: Register, b: Register) -> Register:
@@ -98,6 +107,10 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": _permuted,
     "shfl.sync.idx.b32": _from_lane,
+    "shfl.sync.bfly.b32": _from_neighbour,
     "lop3.b32": _lookup,
     "mul.rn.bf16x2": _times,
+    "mov.b32": lambda a: a,
+    "add.f32": lambda a, b: floats(a) + floats(b),
+    "fma.rn.f32": lambda a, b, c: (floats(a).double() * floats(b) + floats(c)).float(),
 }

@@ -25,6 +25,13 @@ SHAPES = {
         1792,
         AloneShapes(gate_up=Share(warps=16, depth=2), down=Share(warps=16, depth=2, early=True)),
     ),
+    "plain": (
+        1792,
+        AloneShapes(
+            gate_up=Share(warps=16, depth=2, plain=True),
+            down=Share(warps=16, depth=2, early=True, plain=True),
+        ),
+    ),
     "early": (
         896,
         AloneShapes(
