@@ -32,17 +32,16 @@ class Share:
         warps: of a program.
         depth: steps of 128 columns whose weights are asked for at once.
         early: the next weights are asked for before the present ones are decoded.
-        wide: the L2 cache may take 256 bytes for what is asked of a row.
-        asks: steps behind the first ones that the way back has brought to the L2 cache while it
-            waits for the way in.
+        tiled: so many rows lie together, by steps of 128 columns; 0: every row by itself.
+        trio: two warps share a third block of rows, each with half of its columns.
         plain: scales multiply sums, not weights; 256 columns at once, so ``depth`` is 2.
     """
 
     warps: int
     depth: int
     early: bool = False
-    wide: bool = False
-    asks: int = 0
+    tiled: int = 0
+    trio: bool = False
     plain: bool = False
 
     def fits(self, features: int, warp: int, columns: int) -> bool:
@@ -51,6 +50,7 @@ class Share:
             not features % (warp * self.warps)
             and not columns % (_STEP_COLUMNS * self.depth)
             and (self.depth == 2 or not self.plain)
+            and (not columns % (4 * _STEP_COLUMNS) or not self.trio)
         )
 
 
@@ -117,15 +117,22 @@ def alone_outputs(
     cut = shapes.gate_up
     from k3vl.kernels.moe import alone_kernel as kernels
 
-    start(
-        kernels.gate_up_alone_kernel, (stored.inner // (_FEATURES_IN * cut.warps), top_k),
+    into = (
         x.contiguous().view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), experts,
-        hidden, *caps(activation), WIDTH=stored.latent, INNER=stored.inner,
-        SITU=isinstance(activation, SituGLU), **_constants(cut),
+        hidden, *caps(activation),
+    )  # fmt: skip
+    sizes = {"WIDTH": stored.latent, "INNER": stored.inner, "OVERLAP": True}
+    kernel, constants = kernels.gate_up_alone_kernel, _constants(cut)
+    if cut.trio:
+        kernel = kernels.gate_up_trio_kernel
+        constants = {name: constants[name] for name in ("WARPS", "num_warps", "maxnreg")}
+    start(
+        kernel, (stored.inner // (_FEATURES_IN * cut.warps), top_k), *into,
+        SITU=isinstance(activation, SituGLU), **{**sizes, **constants},
     )  # fmt: skip
     given = hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), experts
     cut = shapes.down
-    sizes = {"INNER": stored.inner, "WIDTH": stored.latent, "ASKS": cut.asks, "launch_pdl": True}
+    sizes = {"INNER": stored.inner, "WIDTH": stored.latent, "launch_pdl": True}
     if shapes.summed:
         out = x.new_empty(stored.latent, dtype=torch.float32)
         start(
@@ -166,7 +173,7 @@ def _constants(shape: Share) -> dict[str, int | bool]:
         "WARPS": shape.warps,
         "DEPTH": shape.depth,
         "EARLY": shape.early,
-        "WIDE": shape.wide,
+        "TILED": shape.tiled,
         "PLAINLY": shape.plain,
         "OVERLAP": True,
         "num_warps": shape.warps,

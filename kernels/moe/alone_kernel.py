@@ -25,12 +25,12 @@ from k3vl.kernels.moe.few_kernel import (
 )
 from k3vl.kernels.situ.glu_kernel import activated
 
-ACC, TOP, BELOW, X, SCALE, SELECT, LANE = 4, 8, 12, 16, 32, 40, 44
+ACC, TOP, BELOW, X, SCALE, SELECT = 4, 8, 12, 16, 32, 40
 FACTOR = 32
 """First operand of each kind: sums, words of either 8 rows, the token, scales, the rest."""
 
 
-def _tile(*, split: bool, plain: bool = False) -> str:
+def _tile(nth: int = 0, *, split: bool, plain: bool = False) -> str:
     """Machine code: 128 columns more for the sums of 16 rows; see ``few_kernel._product``.
 
     Plain: without their scales. A product has eight columns of tokens, and one token: column n is
@@ -40,7 +40,7 @@ def _tile(*, split: bool, plain: bool = False) -> str:
     lines = ["{", ".reg .b32 m, s, f<2>, a<4>, x<16>;"]
     for row in range(0 if plain else 2):
         lines += [
-            f"shfl.sync.idx.b32 s, ${SCALE + 4 * row}, ${LANE}, 31, -1;",
+            f"shfl.sync.idx.b32 s, ${SCALE + 4 * row}, {nth}, 0x1c1f, -1;",
             f"prmt.b32 s, s, 0, ${SELECT};",
             f"mad.lo.u32 f{row}, s, 128, 0x3f003f00;",
         ]
@@ -77,10 +77,10 @@ def _tile(*, split: bool, plain: bool = False) -> str:
     return "\n".join([*lines, "}"])
 
 
-TILE = gl.constexpr(_tile(split=False))
-TILE_SPLIT = gl.constexpr(_tile(split=True))
+TILE = gl.constexpr(tuple(_tile(nth, split=False) for nth in range(4)))
+TILE_SPLIT = gl.constexpr(tuple(_tile(nth, split=True) for nth in range(4)))
 """The same for tokens as the first product writes them; see ``_place``."""
-OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["r"] * 40]))
+OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["r"] * 36]))
 """Sums are written before all operands are read, so nothing else may lie where they do."""
 
 
@@ -115,40 +115,26 @@ FOLD_OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *map(str, range(4)), *["f"]
 WHOLE = gl.constexpr(_whole())
 WHOLE_OPERANDS = gl.constexpr(",".join([*["=&f"] * 4, *["f"] * 4]))
 
-LOAD = gl.constexpr("ld.global.cg.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];")
-
 
 @gluon.jit
-def _four(at, WARPS: gl.constexpr):
-    """Four words [32 WARPS, 4] at each address; the L2 cache may take 256 bytes for them."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    apart = gl.zeros([32 * WARPS, 4], gl.int32, L)
-    return gl.inline_asm_elementwise(
-        LOAD, "=r,=r,=r,=r,l,l,l,l", [at[:, None] + apart],
-        dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _asked(at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr):
+def _asked(
+    at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, STRIDE: gl.constexpr
+):
     """Ask for 16 bytes of each of a thread's rows, of columns 128 k and on: [32 WARPS, 4] each."""
     _t, e = _threads(WARPS, 4)
     words = ()
     for r in gl.static_range(len(ROWS)):
-        if WIDE:
-            words = words + (_four(at + (k * 16 + ROWS[r] * WORDS), WARPS),)
-        else:
-            there = (at + k * 16)[:, None] + (e + ROWS[r] * WORDS)[None, :]
-            words = words + (gl.load(there, cache_modifier=".cg"),)
+        there = (at + k * STRIDE)[:, None] + (e + ROWS[r] * WORDS)[None, :]
+        words = words + (gl.load(there, cache_modifier=".cg"),)
     return words
 
 
 @gluon.jit
-def _scales(at, k, GROUPS: gl.constexpr, ROWS: gl.constexpr):
+def _scales(at, k, GROUPS: gl.constexpr, ROWS: gl.constexpr, STRIDE: gl.constexpr):
     """A word of four scales for each of a thread's rows."""
     scales = ()
     for r in gl.static_range(len(ROWS)):
-        scales = scales + (gl.load((at + k + ROWS[r] * GROUPS)[:, None]),)
+        scales = scales + (gl.load((at + k * STRIDE + ROWS[r] * GROUPS)[:, None]),)
     return scales
 
 
@@ -161,12 +147,11 @@ def _token(x_at, k, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _step(sums, words, scales, token, i, WARPS: gl.constexpr, SPLIT: gl.constexpr):
+def _step(sums, words, scales, token, i: gl.constexpr, WARPS: gl.constexpr, SPLIT: gl.constexpr):
     """128 columns more in the sums of all tiles."""
-    CODE: gl.constexpr = TILE_SPLIT if SPLIT else TILE
+    CODE: gl.constexpr = TILE_SPLIT[i] if SPLIT else TILE[i]
     t, _e = _threads(WARPS, 4)
     x0, x1, x2, x3 = token
-    lane, _ = gl.broadcast((t % 32 // 4 * 4 + i)[:, None], x0)
     select, _ = gl.broadcast((t % 4 * 0x0101 + 0x4040)[:, None], x0)
     more = ()
     for r in gl.static_range(len(sums)):
@@ -175,7 +160,7 @@ def _step(sums, words, scales, token, i, WARPS: gl.constexpr, SPLIT: gl.constexp
         more = more + (
             gl.inline_asm_elementwise(
                 CODE, OPERANDS,
-                [sums[r], words[2 * r], words[2 * r + 1], x0, x1, x2, x3, top, below, select, lane],
+                [sums[r], words[2 * r], words[2 * r + 1], x0, x1, x2, x3, top, below, select],
                 dtype=gl.float32, is_pure=True, pack=4,
             ),
         )  # fmt: skip
@@ -221,15 +206,6 @@ def _folded(sums, parts, scales, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _ask(at, BYTES: gl.constexpr):
-    """Have BYTES behind each address brought to the L2 cache."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0", "=r,l,r", [at, BYTES],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _touched(x, nothing, WORDS: gl.constexpr, WARPS: gl.constexpr):
     """Zero, once all of a warp's token is in the L1 cache: steps ask for little of it at a time."""
     t, _e = _threads(WARPS, 4)
@@ -243,8 +219,8 @@ def _touched(x, nothing, WORDS: gl.constexpr, WARPS: gl.constexpr):
 def _rows_times_token(
     w, scale, x, row, nothing,
     WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
-    SPLIT: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
-    ASKS: gl.constexpr, PLAINLY: gl.constexpr,
+    SPLIT: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, TILED: gl.constexpr,
+    PLAINLY: gl.constexpr,
 ):  # fmt: skip
     """Sums of the rows ROWS behind a thread's ``row``, two a tile: [32 WARPS, 4] a tile.
 
@@ -256,17 +232,19 @@ def _rows_times_token(
     t, _e = _threads(WARPS, 4)
     q = t % 4
     x_at = x + 16 * q
-    w_at = w + row * WORDS + 4 * q
-    s_at = scale + row * STEPS + (q // 2 if PLAINLY else q % DEPTH)
+    step = q // 2 if PLAINLY else q % DEPTH
+    if TILED:
+        g = gl.minimum(t % 32 // 4, TILED - 1)
+        w_at = w + (row - g) * WORDS + g * 16 + 4 * q
+        s_at = scale + (row - g) * STEPS + g + TILED * step
+    else:
+        w_at = w + row * WORDS + 4 * q
+        s_at = scale + row * STEPS + step
     words, sums = (), ()
     for i in gl.static_range(DEPTH):
-        words = words + (_asked(w_at, i, WORDS, WARPS, ROWS, WIDE),)
-    scales = _scales(s_at, 0, STEPS, ROWS)
+        words = words + (_asked(w_at, i, WORDS, WARPS, ROWS, 16 * TILED if TILED else 16),)
+    scales = _scales(s_at, 0, STEPS, ROWS, TILED if TILED else 1)
     zero = gl.zeros([32 * WARPS, 4], gl.float32, L)
-    if ASKS:
-        # In the time that it waits: of the warp's rows, a thread each.
-        rest = w + (row + q * ROWS[1]) * WORDS + 16 * DEPTH
-        _ask(rest, ASKS * 64)
     if WAITS:
         _control(WAIT)
         zero += _touched(x, nothing, WORDS, WARPS)[:, None].to(gl.float32)
@@ -279,11 +257,13 @@ def _rows_times_token(
     for k in range(0, STEPS, DEPTH):
         # Behind the last steps they come again, from the L2 cache.
         then = gl.minimum(k + DEPTH, STEPS - DEPTH)
-        coming = _scales(s_at, then, STEPS, ROWS)
+        coming = _scales(s_at, then, STEPS, ROWS, TILED if TILED else 1)
         later = ()
         if EARLY:
             for i in gl.static_range(DEPTH):
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS, WIDE),)
+                later = later + (
+                    _asked(w_at, then + i, WORDS, WARPS, ROWS, 16 * TILED if TILED else 16),
+                )
             _control(STAY)
         for i in gl.static_range(DEPTH):
             token = _token(x_at, k + i, WARPS)
@@ -292,7 +272,9 @@ def _rows_times_token(
             else:
                 sums = _step(sums, words[i], scales, token, i, WARPS, SPLIT)
             if not EARLY:
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS, WIDE),)
+                later = later + (
+                    _asked(w_at, then + i, WORDS, WARPS, ROWS, 16 * TILED if TILED else 16),
+                )
         if PLAINLY:
             sums = _folded(sums, parts, scales, WARPS)
         words = later
@@ -327,7 +309,7 @@ def _place(row, EIGHTH: gl.constexpr):
 def gate_up_alone_kernel(
     x, w, scale, experts, out, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    DEPTH: gl.constexpr, EARLY: gl.constexpr, WIDE: gl.constexpr, PLAINLY: gl.constexpr,
+    DEPTH: gl.constexpr, EARLY: gl.constexpr, TILED: gl.constexpr, PLAINLY: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 24 features a warp.
@@ -345,7 +327,7 @@ def gate_up_alone_kernel(
     ROWS: gl.constexpr = (0, 8, 16, 16 + INNER, INNER, 8 + INNER)
     top, middle, low = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), x, gate, 0,
-        WORDS, WARPS, DEPTH, EARLY, False, False, ROWS, WIDE, 0, PLAINLY,
+        WORDS, WARPS, DEPTH, EARLY, False, False, ROWS, TILED, PLAINLY,
     )  # fmt: skip
     gates, ups = _firsts(top, 32 * WARPS), _firsts(low, 32 * WARPS)
     last, last_up = gl.split(_firsts(middle, 32 * WARPS))
@@ -365,12 +347,12 @@ def gate_up_alone_kernel(
 def _back(
     h, w, scale, rows, nothing,
     INNER: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
-    WIDE: gl.constexpr, ASKS: gl.constexpr, PLAINLY: gl.constexpr, OVERLAP: gl.constexpr,
+    TILED: gl.constexpr, PLAINLY: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Sums of 28 rows a warp: [32 WARPS, 2] for rows g and g + 7, and for those 14 below them."""
     high, low = _rows_times_token(
         w, scale, h, rows, nothing,
-        INNER // 8, WARPS, DEPTH, EARLY, True, OVERLAP, (0, 7, 14, 21), WIDE, ASKS, PLAINLY,
+        INNER // 8, WARPS, DEPTH, EARLY, True, OVERLAP, (0, 7, 14, 21), TILED, PLAINLY,
     )  # fmt: skip
     return _firsts(high, 32 * WARPS), _firsts(low, 32 * WARPS)
 
@@ -379,7 +361,7 @@ def _back(
 def down_alone_kernel(
     h, w, scale, experts, out, nothing,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, PLAINLY: gl.constexpr,
+    EARLY: gl.constexpr, TILED: gl.constexpr, PLAINLY: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for 28 features a warp.
@@ -396,7 +378,7 @@ def down_alone_kernel(
     row = (gl.program_id(0) * WARPS + t // 32) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _back(
         h + pair * (4 * WORDS), w + begin * WORDS, scale + begin * (WORDS // 16), row, nothing,
-        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, PLAINLY, OVERLAP,
+        INNER, WARPS, DEPTH, EARLY, TILED, PLAINLY, OVERLAP,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, e = _threads(WARPS, 2)
@@ -411,7 +393,7 @@ def down_alone_kernel(
 def down_sum_kernel(
     h, w, scale, experts, weights, out, nothing,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, WIDE: gl.constexpr, ASKS: gl.constexpr, PLAINLY: gl.constexpr,
+    EARLY: gl.constexpr, TILED: gl.constexpr, PLAINLY: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out = sum of weights[pair] W2 h[pair]`` for 28 features a program, one pair a warp.
@@ -427,7 +409,7 @@ def down_sum_kernel(
     row = gl.program_id(0) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _back(
         h + t // 32 * (4 * WORDS), w + begin * WORDS, scale + begin * (WORDS // 16), row, nothing,
-        INNER, WARPS, DEPTH, EARLY, WIDE, ASKS, PLAINLY, OVERLAP,
+        INNER, WARPS, DEPTH, EARLY, TILED, PLAINLY, OVERLAP,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 2)
@@ -442,3 +424,70 @@ def down_sum_kernel(
     first = (t % 4 == 0) & (t < 28)
     gl.store(place, high, mask=first)
     gl.store(place + 14, low, mask=first)
+
+
+@gluon.jit
+def gate_up_trio_kernel(
+    x, w, scale, experts, out, beta, linear_beta,
+    WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """``out[pair] = glu(W1 x, W3 x)`` for 24 features a warp: 16, and half the columns of 16.
+
+    As ``gate_up_alone_kernel``. Two warps take 48 features: each 16 of its own, then its half of
+    the columns of the 16 between them, which are added up at the end. So a step is of 32 rows, and
+    two steps' words and the next two's fit into registers.
+    """
+    if OVERLAP:
+        _control(GO_ON)
+    WORDS: gl.constexpr = WIDTH // 8
+    STEPS: gl.constexpr = WORDS // 16
+    TRIOS: gl.constexpr = WARPS // 2
+    ROWS: gl.constexpr = (0, 8, INNER, INNER + 8)
+    L4: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    pair = gl.program_id(1)
+    begin = gl.load(experts + pair).to(gl.int64) * (2 * INNER)
+    t, _e = _threads(WARPS, 4)
+    q = t % 4
+    half = t // 32 // TRIOS
+    own = gl.program_id(0) * (TRIOS * 48) + t // 32 % TRIOS * 48 + half * 32 + t % 32 // 4
+    w_at = w + begin * WORDS + own * WORDS + 4 * q
+    s_at = scale + begin * STEPS + own * STEPS + q % 2
+    # From behind the own rows' last step to the first of the shared ones.
+    column = half * (STEPS // 2) - STEPS
+    over = (1 - 2 * half) * (16 * STEPS) + column
+    words = (_asked(w_at, 0, WORDS, WARPS, ROWS, 16), _asked(w_at, 1, WORDS, WARPS, ROWS, 16))
+    scales = _scales(s_at, 0, STEPS, ROWS, 1)
+    sums = (gl.zeros([32 * WARPS, 4], gl.float32, L4), gl.zeros([32 * WARPS, 4], gl.float32, L4))
+    gates, ups = _firsts(sums[0], 32 * WARPS), _firsts(sums[1], 32 * WARPS)
+    LAST: gl.constexpr = STEPS + STEPS // 2 - 2
+    for k in range(0, LAST + 2, 2):
+        then = gl.minimum(k + 2, LAST)
+        there = gl.where(then < STEPS, then, then + over)
+        coming = _scales(s_at + there, 0, STEPS, ROWS, 1)
+        at = w_at + there * 16
+        later = (_asked(at, 0, WORDS, WARPS, ROWS, 16), _asked(at, 1, WORDS, WARPS, ROWS, 16))
+        _control(STAY)
+        x_at = x + 16 * q + gl.where(k < STEPS, k, k + column) * 64
+        for i in gl.static_range(2):
+            sums = _step(sums, words[i], scales, _token(x_at, i, WARPS), i, WARPS, False)
+        turn = k == STEPS - 2
+        gates = gl.where(turn, _firsts(sums[0], 32 * WARPS), gates)
+        ups = gl.where(turn, _firsts(sums[1], 32 * WARPS), ups)
+        sums = (gl.where(turn, 0.0, sums[0]), gl.where(turn, 0.0, sums[1]))
+        words = later
+        scales = coming
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
+    y = activated(gates, ups, beta, linear_beta, SITU).to(out.dtype.element_ty)
+    t, e = _threads(WARPS, 2)
+    own = gl.program_id(0) * (TRIOS * 48) + t // 32 % TRIOS * 48 + t // 32 // TRIOS * 32
+    own += t % 32 // 4
+    place = out + pair * INNER + _place(own[:, None] + 8 * e[None, :], INNER // 8)
+    gl.store(place, gl.convert_layout(y, L), mask=(t % 4 == 0)[:, None])
+    gates = gl.sum(_firsts(sums[0], 32 * WARPS).reshape([2, 32 * TRIOS, 2]), axis=0)
+    ups = gl.sum(_firsts(sums[1], 32 * WARPS).reshape([2, 32 * TRIOS, 2]), axis=0)
+    y = activated(gates, ups, beta, linear_beta, SITU).to(out.dtype.element_ty)
+    t = gl.arange(0, 32 * TRIOS, gl.SliceLayout(1, L))
+    shared = gl.program_id(0) * (TRIOS * 48) + t // 32 * 48 + 16 + t % 32 // 4
+    place = out + pair * INNER + _place(shared[:, None] + 8 * e[None, :], INNER // 8)
+    gl.store(place, gl.convert_layout(y, L), mask=(t % 4 == 0)[:, None])

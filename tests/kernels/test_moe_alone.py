@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from k3vl.kernels.moe.alone import AloneShapes, Share, alone_outputs
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.situ import SiluGLU, SituGLU
 from tests.kernels.gluon_on_cpu import launch
-
-if TYPE_CHECKING:
-    from tests.kernels.pointers_on_cpu import Pointer
 
 EXPERTS, INNER = 5, 768
 SHAPES = {
@@ -32,11 +29,15 @@ SHAPES = {
             down=Share(warps=16, depth=2, early=True, plain=True),
         ),
     ),
+    "trios": (
+        3584,
+        AloneShapes(gate_up=Share(warps=16, depth=2, trio=True), down=Share(warps=16, depth=2)),
+    ),
     "early": (
         896,
         AloneShapes(
-            gate_up=Share(warps=16, depth=1, early=True, wide=True),
-            down=Share(warps=8, depth=3, wide=True, asks=2),
+            gate_up=Share(warps=16, depth=1, early=True),
+            down=Share(warps=8, depth=3),
         ),
     ),
     "summed": (
@@ -51,13 +52,7 @@ SHAPES = {
 def on_cpu(kernel: Any, grid: tuple[int, int], *args: Any, **constants: Any) -> None:
     for option in ("num_warps", "maxnreg", "launch_pdl"):
         constants.pop(option, None)
-    launch(kernel, (*grid, 1), *args, stand_ins={"_four": four}, **constants)
-
-
-def four(at: Pointer, _warps: int) -> torch.Tensor:
-    """What ``_four`` loads in machine code."""
-    flat, where, _ = (at[:, None] + torch.arange(4)[None, :]).cells(None)
-    return flat[where.long()]
+    launch(kernel, (*grid, 1), *args, **constants)
 
 
 def stored(latent: int) -> Mxfp4Experts:
