@@ -69,7 +69,15 @@ class AloneShapes:
     summed: bool = False
 
 
-def can_take(stored: Mxfp4Experts, shapes: AloneShapes, top_k: int) -> bool:
+ALONE = AloneShapes(
+    gate_up=Share(warps=4, depth=2, plain=True),
+    down=Share(warps=16, depth=2, early=True, plain=True),
+    summed=True,
+)
+"""As they are taken."""
+
+
+def can_take_alone(stored: Mxfp4Experts, shapes: AloneShapes, top_k: int) -> bool:
     """Whether programs fit into the experts' widths, and into their number."""
     latent, inner = stored.latent, stored.inner
     down = shapes.down
@@ -96,7 +104,7 @@ def alone_outputs(
     Args:
         x: [1, L] bfloat16.
         weights, experts: [1, k], float32 and int64.
-        stored: the experts; see :func:`can_take`.
+        stored: the experts; see :func:`can_take_alone`.
         activation: theirs.
         shapes: how the products are cut.
         launch: takes kernel, grid, arguments and constants; None starts it on the device.
@@ -109,7 +117,7 @@ def alone_outputs(
         ShapeError: the programs do not fit.
     """
     top_k = experts.shape[1]
-    if not can_take(stored, shapes, top_k):
+    if not can_take_alone(stored, shapes, top_k):
         raise ShapeError(f"one token: L {stored.latent}, I {stored.inner}, k {top_k}, {shapes}")
     start = launch or _start
     hidden = x.new_empty(top_k, stored.inner)

@@ -13,8 +13,8 @@ import torch
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
-from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.alone import ALONE, can_take_alone
+from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.few import can_take
 from k3vl.kernels.moe.gpu import (
@@ -342,9 +342,7 @@ def check_alone() -> None:
         x = room[1:2]
         wide = None if scale is None else scale.double()
         want = moe_experts(x.double(), weights, chosen, packed, activation, wide, 1e-5)
-        run = partial(
-            moe_experts_mxfp4_gpu, x, weights, chosen, packed, activation, scale, 1e-5
-        )
+        run = partial(moe_experts_mxfp4_gpu, x, weights, chosen, packed, activation, scale, 1e-5)
         got = run()
         close(f"one token, {activation}", got, want)
         again = GraphRunner().make(run)
