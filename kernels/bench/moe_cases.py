@@ -112,9 +112,9 @@ _ALONE = {
     "even, in w4 d2 plain, back sums d4": AloneShapes(
         gate_up=Share(warps=4, depth=2, plain=True), down=Share(warps=16, depth=4), summed=True
     ),
-    "even, in trios early, back sums d2 early plain": AloneShapes(
+    "even, in trios early, back sums d4 plain": AloneShapes(
         gate_up=Share(warps=4, depth=2, trio=True),
-        down=Share(warps=16, depth=2, early=True, plain=True),
+        down=Share(warps=16, depth=4, plain=True),
         summed=True,
     ),
 }

@@ -34,7 +34,7 @@ class Share:
         early: the next weights are asked for before the present ones are decoded.
         tiled: so many rows lie together, by steps of 128 columns; 0: every row by itself.
         trio: two warps share a third block of rows, each with half of its columns.
-        plain: scales multiply sums, not weights; 256 columns at once, so ``depth`` is 2.
+        plain: scales multiply sums, not weights; 256 columns at once, so ``depth`` is 2 or 4.
     """
 
     warps: int
@@ -49,7 +49,7 @@ class Share:
         return (
             not features % (warp * self.warps)
             and not columns % (_STEP_COLUMNS * self.depth)
-            and (self.depth == 2 or not self.plain)
+            and (self.depth in (2, 4) or not self.plain)
             and (not columns % (4 * _STEP_COLUMNS) or not self.trio)
         )
 

@@ -258,6 +258,9 @@ def _rows_times_token(
         # Behind the last steps they come again, from the L2 cache.
         then = gl.minimum(k + DEPTH, STEPS - DEPTH)
         coming = _scales(s_at, then, STEPS, ROWS, TILED if TILED else 1)
+        second = scales
+        if PLAINLY and DEPTH == 4:
+            second = _scales(s_at, k + 2, STEPS, ROWS, TILED if TILED else 1)
         later = ()
         if EARLY:
             for i in gl.static_range(DEPTH):
@@ -268,15 +271,15 @@ def _rows_times_token(
         for i in gl.static_range(DEPTH):
             token = _token(x_at, k + i, WARPS)
             if PLAINLY:
-                parts = _plain_step(parts if i else zeros, words[i], token, i, WARPS, SPLIT)
+                parts = _plain_step(parts if i % 2 else zeros, words[i], token, i % 2, WARPS, SPLIT)
+                if i % 2:
+                    sums = _folded(sums, parts, scales if i == 1 else second, WARPS)
             else:
                 sums = _step(sums, words[i], scales, token, i, WARPS, SPLIT)
             if not EARLY:
                 later = later + (
                     _asked(w_at, then + i, WORDS, WARPS, ROWS, 16 * TILED if TILED else 16),
                 )
-        if PLAINLY:
-            sums = _folded(sums, parts, scales, WARPS)
         words = later
         scales = coming
     if PLAINLY:
