@@ -12,6 +12,7 @@ from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
+from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
@@ -189,6 +190,13 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         own = torch.zeros_like(windows), torch.zeros_like(states)
         return kda_prefill(*args, weights, *own, *places)
 
+    def prepare(shape: HopperShape) -> Work:
+        def result() -> torch.Tensor:
+            own = torch.zeros_like(windows), torch.zeros_like(states)
+            return kda_prefill(*args, weights, *own, *places, shape=shape)
+
+        return Work(partial(run, shape=shape), result)
+
     def want() -> torch.Tensor:
         own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
         return kda_prefill_reference(*_single(args), weights, *own, *places)
@@ -202,11 +210,20 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         limit=1.2e-2,
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+        variants={
+            name: Peer(partial(prepare, shape)) for name, shape in _prefill_shapes(heads).items()
+        },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
             **sglang_kda.prefill_peers(args, weights, lengths, heads),
         },
     )
+
+
+def _prefill_shapes(heads: int) -> dict[str, HopperShape]:
+    if heads < 64:
+        return {}
+    return {"values in the walk": HopperShape(128, 6, convolves=True)}
 
 
 def _prefill_bytes(lengths: list[int], heads: int) -> int:
@@ -218,8 +235,8 @@ def _part_case(lengths: list[int], heads: int) -> Case:
     weights, args = _weights(heads), _inputs(rows, heads)
     places = _places(lengths, heads)
 
-    def prepare(part: str) -> Work:
-        _, launches = prefill_launches(*args, weights, *places)
+    def prepare(part: str, shape: HopperShape | None = None) -> Work:
+        _, launches = prefill_launches(*args, weights, *places, shape=shape)
         for launch in launches.values():  # each finds what those before it leave
             launch()
         return Work(launches[part])
@@ -236,8 +253,12 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
         variants={
-            part: Peer(partial(prepare, part))
-            for part in prefill_launches(*args, weights, *places)[1]
+            f"{part}{name}": Peer(partial(prepare, part, shape))
+            for name, shape in {
+                "": None,
+                **{f", {name}": shape for name, shape in _prefill_shapes(heads).items()},
+            }.items()
+            for part in prefill_launches(*args, weights, *places, shape=shape)[1]
         },
     )
 

@@ -148,7 +148,7 @@ def _one_chunk(
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, SOLVED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
@@ -225,8 +225,9 @@ def _one_chunk(
     else:
         beta = tl.load(write + o_t * s_write, mask=o_t < count, other=0.0)
         beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
-    v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-    v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
+    if not SOLVED:
+        v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+        v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
     read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
     squares = tl.where(o_i == o_j, mix, 0.0)
@@ -239,9 +240,12 @@ def _one_chunk(
     b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
     b_w *= -middle if MINUS_W else middle
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
-    values = _convolved(v_rows, v_taps, R, W, FAST)
-    b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
-    tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
+    if SOLVED:
+        tl.store(u + block * C * C + o_i * C + o_j, solve.to(DTYPE))
+    else:
+        values = _convolved(v_rows, v_taps, R, W, FAST)
+        b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
+        tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
 
 
 @triton.jit
@@ -251,12 +255,13 @@ def kda_prepare_kernel(
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    PDL: tl.constexpr,
+    SOLVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
     Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
-    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
+    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32; if SOLVED instead of u the matrix
+    [C, C] that makes it of the values, which the sequential kernel then convolves. Slot ``cu_seqlens[s] // C + s
     + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
     halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
     """
@@ -276,10 +281,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, True)  # fmt: skip
+                       MINUS_W, SOLVED, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, False)  # fmt: skip
+                       FAST, MINUS_W, SOLVED, False)  # fmt: skip

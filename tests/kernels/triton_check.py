@@ -73,6 +73,7 @@ LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
 HOPPER_WHOLE = KDAHopperShape(128, 5)
+HOPPER_VALUES = KDAHopperShape(128, 6, convolves=True)
 HOPPER_VARIANT = KDAHopperShape(64, 3)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
@@ -272,7 +273,11 @@ def run_prefill(
         shapes += [PrefillShape(16, 4, 1, None)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
-        shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
+        shapes += [
+            HOPPER_WHOLE,
+            HOPPER_VALUES,
+            HOPPER_VARIANT,
+        ]  # with so few heads the default has halves
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -322,7 +327,7 @@ def check_kda_snapshots() -> Iterator[str]:
     where = torch.tensor([[[0], [0]], [[2], [5]]], device=DEVICE)
     shapes: list[KDAHopperShape | None] = [None]
     if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
-        shapes += [HOPPER_WHOLE]
+        shapes += [HOPPER_WHOLE, HOPPER_VALUES]
     for shape in shapes:
         own = windows.clone(), states.clone()
         batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
@@ -343,7 +348,7 @@ def check_kda_pieces() -> Iterator[str]:
     dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
-        shapes += [HOPPER_WHOLE]
+        shapes += [HOPPER_WHOLE, HOPPER_VALUES]
     weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
     cells = torch.tensor([[1, 0]], device=DEVICE)
     windows, states = pool(2, key, dtype)
