@@ -222,8 +222,12 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
 
 def _prefill_shapes(heads: int) -> dict[str, HopperShape]:
     if heads < 64:
-        return {}
-    return {"values in the walk": HopperShape(128, 6, convolves=True)}
+        return {"joined": HopperShape(64, 3, joined=True)}
+    return {
+        "values in the walk": HopperShape(128, 6, convolves=True),
+        "joined": HopperShape(128, 5, joined=True),
+        "values in the walk, joined": HopperShape(128, 6, convolves=True, joined=True),
+    }
 
 
 def _prefill_bytes(lengths: list[int], heads: int) -> int:

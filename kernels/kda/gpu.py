@@ -57,12 +57,14 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
+        joined: whether that scores queries and keys in one product.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
+    joined: bool = False
 
 
 def kda_decode(
@@ -331,6 +333,7 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=isinstance(layout, HopperShape),
+        JOINED=layout.joined,
         SOLVED=isinstance(layout, HopperShape) and layout.convolves,
         PDL=work.early,
         **work.common,

@@ -24,11 +24,13 @@ class HopperShape(NamedTuple):
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
         convolves: whether it makes the values, with all value channels, not the parallel kernel.
+        joined: whether that scores queries and keys in one product.
     """
 
     values: int
     stages: int
     convolves: bool = False
+    joined: bool = False
 
     @property
     def whole(self) -> bool:

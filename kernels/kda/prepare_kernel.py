@@ -148,7 +148,8 @@ def _one_chunk(
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, SOLVED: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, SOLVED: tl.constexpr,
+    JOINED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
@@ -207,7 +208,8 @@ def _one_chunk(
     k_up = _whole(k_ups, C, K, DTYPE)
     q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     down = tl.trans(_whole(k_downs, C, K, DTYPE))
-    mix = tl.dot(k_up, down, input_precision=PRECISION)
+    if not JOINED:
+        mix = tl.dot(k_up, down, input_precision=PRECISION)
     queries = _convolved(q_rows, q_taps, R, W, FAST)
     q_ups = ()
     for s in tl.static_range(R):
@@ -228,11 +230,19 @@ def _one_chunk(
     if not SOLVED:
         v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
         v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
-    read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
+    if JOINED:
+        # A group's rows of both are 16 rows of one matrix of 64, which Hopper's tensor cores read
+        # from shared memory themselves; a thread then has the same entries of both products.
+        both = tl.dot(_whole(k_ups + q_ups, 2 * C, K, DTYPE), down, input_precision=PRECISION)
+        both = tl.permute(tl.reshape(both, (C // R, 2, R, C)), (0, 2, 3, 1))
+        mix, read = tl.split(both)
+        mix, read = tl.reshape(mix, (C, C)), tl.reshape(read, (C, C))
+    else:
+        read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
     squares = tl.where(o_i == o_j, mix, 0.0)
     left = tl.rsqrt(tl.sum(squares, 1) + 1e-6)
-    right = tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
+    right = left[None, :] if JOINED else tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
     mix = tl.where(o_i > o_j, mix * (left * beta)[:, None] * right, 0.0)
     # Write strengths, lengths and the way to the middle are factors of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
@@ -255,7 +265,7 @@ def kda_prepare_kernel(
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    SOLVED: tl.constexpr, PDL: tl.constexpr,
+    SOLVED: tl.constexpr, JOINED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -281,10 +291,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, SOLVED, True)  # fmt: skip
+                       MINUS_W, SOLVED, JOINED, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, SOLVED, False)  # fmt: skip
+                       FAST, MINUS_W, SOLVED, JOINED, False)  # fmt: skip
