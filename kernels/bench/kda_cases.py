@@ -221,12 +221,14 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
 
 
 def _prefill_shapes(heads: int) -> dict[str, HopperShape]:
+    joined = {"joined": True, "scans": False}
+    scans = {"joined": True, "scans": True}
     if heads < 64:
-        return {"joined": HopperShape(64, 3, joined=True)}
+        return {"joined": HopperShape(64, 3, **joined), "scans": HopperShape(64, 3, **scans)}
     return {
-        "values in the walk": HopperShape(128, 6, convolves=True),
-        "joined": HopperShape(128, 5, joined=True),
-        "values in the walk, joined": HopperShape(128, 6, convolves=True, joined=True),
+        "own values": HopperShape(128, 6, convolves=True),
+        "own values, joined": HopperShape(128, 6, convolves=True, **joined),
+        "own values, joined, scans": HopperShape(128, 6, convolves=True, **scans),
     }
 
 

@@ -58,6 +58,7 @@ class PrefillShape(NamedTuple):
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
         joined: whether that scores queries and keys in one product.
+        scans: whether it adds decays by running sums alone.
     """
 
     values: int
@@ -65,6 +66,7 @@ class PrefillShape(NamedTuple):
     stages: int
     registers: int | None
     joined: bool = False
+    scans: bool = False
 
 
 def kda_decode(
@@ -334,6 +336,7 @@ def _prepare(work: _Work) -> None:
         FAST=half,
         MINUS_W=isinstance(layout, HopperShape),
         JOINED=layout.joined,
+        SCANS=layout.scans,
         SOLVED=isinstance(layout, HopperShape) and layout.convolves,
         PDL=work.early,
         **work.common,

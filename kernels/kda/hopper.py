@@ -25,12 +25,14 @@ class HopperShape(NamedTuple):
         stages: chunks that it keeps in shared memory.
         convolves: whether it makes the values, with all value channels, not the parallel kernel.
         joined: whether that scores queries and keys in one product.
+        scans: whether it adds decays by running sums alone.
     """
 
     values: int
     stages: int
     convolves: bool = False
     joined: bool = False
+    scans: bool = False
 
     @property
     def whole(self) -> bool:

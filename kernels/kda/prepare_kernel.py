@@ -69,6 +69,16 @@ def _widen(x):
 
 
 @triton.jit
+def _narrow(x, DTYPE: tl.constexpr):
+    """To DTYPE; to bfloat16 two at once, where the compiler takes a slow instruction for each."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(DTYPE)
+
+
+@triton.jit
 def _rows(
     p, p_window, s_tap, o_g, o_k, lowest, count, S_X: tl.constexpr, BEFORE: tl.constexpr,
     R: tl.constexpr, FULL: tl.constexpr,
@@ -149,7 +159,7 @@ def _one_chunk(
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr, MINUS_W: tl.constexpr, SOLVED: tl.constexpr,
-    JOINED: tl.constexpr, FULL: tl.constexpr,
+    JOINED: tl.constexpr, SCANS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
@@ -186,14 +196,23 @@ def _one_chunk(
         root = tl.rsqrt(1.0 + tl.exp2(tl.fma(_widen(logits[s]), rate, bias)))
         running = tl.fma(root, root, running)
         totals = totals + (running,)  # noqa: RUF005
-    whole = tl.sum(running, 0)[None, :, :] * bound
+    before = tl.cumsum(running, 0) - running
+    if SCANS:
+        # Of every group, where the compiler's running sums are quick and its sums are not; what
+        # they differ by is the last bit of one number for all of a group.
+        whole = (before + tl.cumsum(running, 0, reverse=True)) * bound
+    else:
+        whole = tl.sum(running, 0)[None, :, :] * bound
     # exp(G_i - G_j) is a product of two factors around half of the chunk's sum: the bounded gate
     # stays above -5, so neither factor leaves exp(+-80) in 32 tokens. What else is needed (from
     # the start, to the end) is such a factor times a vector.
-    from_middle = (tl.cumsum(running, 0) - running) * bound - whole * 0.5
+    from_middle = before * bound - whole * 0.5
     to_middle = tl.exp2(whole * 0.5)
-    tl.store(gamma + block * K + o_k, tl.exp2(whole))
-    middle = tl.reshape(to_middle, (1, K))
+    if SCANS:
+        tl.store(gamma + block * K + tl.zeros_like(o_g) + o_k, tl.exp2(whole), mask=o_g == 0)
+    else:
+        tl.store(gamma + block * K + o_k, tl.exp2(whole))
+        middle = tl.reshape(to_middle, (1, K))
 
     k_taps = _taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     keys = _convolved(k_rows, k_taps, R, W, FAST)
@@ -201,11 +220,13 @@ def _one_chunk(
     k_ups = ()
     k_downs = ()
     for s in tl.static_range(R):
-        k_ups = k_ups + (keys[s] * tl.exp2(tl.fma(totals[s], bound, from_middle)),)  # noqa: RUF005
+        k_up = keys[s] * tl.exp2(tl.fma(totals[s], bound, from_middle))
+        k_ups = k_ups + (_narrow(k_up, DTYPE) if SCANS else k_up,)  # noqa: RUF005
         k_down = keys[s] * tl.exp2(tl.fma(totals[s], -bound, -from_middle))
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
-    k_up = _whole(k_ups, C, K, DTYPE)
+    if not SCANS:
+        k_up = _whole(k_ups, C, K, DTYPE)
     q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     down = tl.trans(_whole(k_downs, C, K, DTYPE))
     if not JOINED:
@@ -247,8 +268,15 @@ def _one_chunk(
     # Write strengths, lengths and the way to the middle are factors of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
     solve = solve * beta[None, :] * left[:, None]
-    b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
-    b_w *= -middle if MINUS_W else middle
+    if SCANS:
+        k_mids = ()
+        for s in tl.static_range(R):
+            k_mids = k_mids + (_widen(k_ups[s]) * to_middle,)  # noqa: RUF005
+        by = (solve * (-right if MINUS_W else right)).to(DTYPE)
+        b_w = tl.dot(by, _whole(k_mids, C, K, DTYPE), input_precision=PRECISION)
+    else:
+        b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
+        b_w *= -middle if MINUS_W else middle
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
     if SOLVED:
         tl.store(u + block * C * C + o_i * C + o_j, solve.to(DTYPE))
@@ -265,7 +293,7 @@ def kda_prepare_kernel(
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    SOLVED: tl.constexpr, JOINED: tl.constexpr, PDL: tl.constexpr,
+    SOLVED: tl.constexpr, JOINED: tl.constexpr, SCANS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -291,10 +319,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, SOLVED, JOINED, True)  # fmt: skip
+                       MINUS_W, SOLVED, JOINED, SCANS, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, SOLVED, JOINED, False)  # fmt: skip
+                       FAST, MINUS_W, SOLVED, JOINED, SCANS, False)  # fmt: skip
