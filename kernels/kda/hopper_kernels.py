@@ -141,8 +141,8 @@ def walk_state(
 @gluon.jit
 def walk_state_joined(
     states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
-    m_gamma, m_o, m_v, made, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
-    K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    m_gamma, m_o, m_v, made, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr,
+    C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
     DEPTHS: gl.constexpr, CONVOLVES: gl.constexpr,
 ):  # fmt: skip
     """As :func:`walk_state`, with both products of the state as one of twice the columns.
@@ -286,9 +286,10 @@ def walk_windows(
 @gluon.jit
 def walk_rest(
     qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens, ends, out, m_o, m_v,
-    made, told, taken, S_QKV: gl.constexpr, s_gate, s_cells, s_window, s_tap, s_stream, eps, i_s, i_h, i_v,
-    H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr,
-    DEPTHS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr, CONVOLVES: gl.constexpr,
+    made, told, taken, s_gate, s_cells, s_window, s_tap, s_stream, eps, i_s, i_h, i_v,
+    S_QKV: gl.constexpr, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
+    W: gl.constexpr, OUTS: gl.constexpr, DEPTHS: gl.constexpr, WARPS: gl.constexpr,
+    ALIGNED: gl.constexpr, CONVOLVES: gl.constexpr,
 ):  # fmt: skip
     """Some warps: rows of the output, then the windows."""
     begin, length, room = rows_of(i_s, cu_seqlens, ends)
@@ -311,9 +312,9 @@ def walk_rest(
 def kda_walk_sides_kernel(
     wq, kl, u, scores, gamma, qkv, gate, o_norm, taps, windows, states, cells, cu_seqlens, ends,
     depths, snapshots, out, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps,
-    S_QKV: gl.constexpr, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, DEPTHS: gl.constexpr,
-    STAGES: gl.constexpr, CONVOLVES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr,
-    ALIGNED: gl.constexpr, PDL: gl.constexpr,
+    S_QKV: gl.constexpr, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
+    W: gl.constexpr, DEPTHS: gl.constexpr, STAGES: gl.constexpr, CONVOLVES: gl.constexpr,
+    OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of one head (BV of its value channels, 64 or all 128) through one sequence.
 
@@ -371,10 +372,10 @@ def kda_walk_sides_kernel(
                 (
                     walk_rest,
                     (
-                        qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens, ends,
-                        out, m_o, m_v, made, told, taken, S_QKV, s_gate, s_cells, s_window, s_tap, s_stream, eps,
-                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
-                        CONVOLVES,
+                        qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens,
+                        ends, out, m_o, m_v, made, told, taken, s_gate, s_cells, s_window, s_tap,
+                        s_stream, eps, i_s, i_h, i_v, S_QKV, H, C, K, BV, W, OUTS, DEPTHS, WARPS,
+                        ALIGNED, CONVOLVES,
                     ),
                 ),
                 (
@@ -395,25 +396,25 @@ def kda_walk_sides_kernel(
                     walk_state_joined,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, m_v, made, landed, used, told, taken, i_s, i_h, i_v,
-                        H, 0, C, K, BV, STAGES, OUTS, DEPTHS, CONVOLVES,
+                        m_kl, m_u, m_scores, m_gamma, m_o, m_v, made, landed, used, told, taken,
+                        i_s, i_h, i_v, H, 0, C, K, BV, STAGES, OUTS, DEPTHS, CONVOLVES,
                     ),
                 ),
                 (
                     walk_state_joined,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, m_v, made, landed, used, told, taken, i_s, i_h, i_v,
-                        H, 1, C, K, BV, STAGES, OUTS, DEPTHS, CONVOLVES,
+                        m_kl, m_u, m_scores, m_gamma, m_o, m_v, made, landed, used, told, taken,
+                        i_s, i_h, i_v, H, 1, C, K, BV, STAGES, OUTS, DEPTHS, CONVOLVES,
                     ),
                 ),
                 (
                     walk_rest,
                     (
-                        qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens, ends,
-                        out, m_o, m_v, made, told, taken, S_QKV, s_gate, s_cells, s_window, s_tap, s_stream, eps,
-                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
-                        CONVOLVES,
+                        qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens,
+                        ends, out, m_o, m_v, made, told, taken, s_gate, s_cells, s_window, s_tap,
+                        s_stream, eps, i_s, i_h, i_v, S_QKV, H, C, K, BV, W, OUTS, DEPTHS, WARPS,
+                        ALIGNED, CONVOLVES,
                     ),
                 ),
                 (
@@ -425,5 +426,5 @@ def kda_walk_sides_kernel(
                 ),
             ],
             [4, WARPS, 1],
-            [160, 64, 24] if CONVOLVES else [160, 64, 24],  # what these leave is the first group's, and enough
+            [160, 64, 24],  # what these leave is the first group's, and enough
         )  # fmt: skip

@@ -116,7 +116,8 @@ def gate_rows(p_gate, s_gate, o_t, o_k, left, ALIGNED: gl.constexpr):
 def walk_rows_and_values(
     qkv, gate, o_norm, taps, p_window, out, m_o, m_v, made, told, taken, begin, length, room,
     s_gate, s_tap, eps, i_h, S_QKV: gl.constexpr, H: gl.constexpr, C: gl.constexpr,
-    K: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr,
+    K: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """As :func:`walk_rows` for all of a head, and the values of two chunks ahead.
 

@@ -71,7 +71,7 @@ def _widen(x):
 @triton.jit
 def _narrow(x, DTYPE: tl.constexpr):
     """To DTYPE; to bfloat16 two at once, where the compiler takes a slow instruction for each."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -298,10 +298,11 @@ def kda_prepare_kernel(
     """Everything about one chunk of one head that does not need the state.
 
     Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
-    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32; if SOLVED instead of u the matrix
-    [C, C] that makes it of the values, which the sequential kernel then convolves. Slot ``cu_seqlens[s] // C + s
-    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
-    halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
+    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32; if SOLVED instead of u the
+    matrix [C, C] that makes it of the values, which the sequential kernel then convolves. Slot
+    ``cu_seqlens[s] // C + s + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is
+    [W, 3 H K], the taps first, halved for a fast SiLU. What a model decides is constant, so that
+    rows are offsets in the code.
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)

@@ -174,7 +174,7 @@ def test_kernel_is_its_reference(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("values", "convolves"), [(128, False), (64, False), (128, True)])
-def test_snapshots_are_what_a_shorter_sequence_leaves(values: int, convolves: bool) -> None:  # noqa: FBT001
+def test_snapshots_are_what_a_shorter_sequence_leaves(values: int, convolves: bool) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
 
@@ -196,7 +196,7 @@ def test_snapshots_are_what_a_shorter_sequence_leaves(values: int, convolves: bo
 
 
 @pytest.mark.parametrize(("values", "convolves"), [(128, False), (64, False), (128, True)])
-def test_neighbours_change_no_bit(values: int, convolves: bool) -> None:  # noqa: FBT001
+def test_neighbours_change_no_bit(values: int, convolves: bool) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.kda.hopper import HopperShape
 
