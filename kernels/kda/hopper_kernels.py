@@ -167,16 +167,18 @@ def walk_state_joined(
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
-        a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
-        mbarrier.wait(landed.index(s), c // STAGES & 1)
         b_wq = m_wq.index(s).permute((1, 0))
-        if CONVOLVES:
+        if CONVOLVES:  # the state is rounded meanwhile
+            mbarrier.wait(landed.index(s), c // STAGES & 1)
             mbarrier.wait(made.index(c % 2), c // 2 & 1)
             b_v = m_v.index(c % 2).slice(SIDE * 64, 64, dim=1).permute((1, 0))
             b_solve = m_u.index(s).permute((1, 0))  # with zeros for the columns of q
             both = warpgroup_mma(b_v, b_solve, zero, use_acc=False, is_async=True)
+            a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
             both = warpgroup_mma(a, b_wq, both, is_async=True)
         else:
+            a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
+            mbarrier.wait(landed.index(s), c // STAGES & 1)
             both = warpgroup_mma(a, b_wq, zero, use_acc=False, is_async=True)
         b_s = b_s * m_gamma.index(s).load(STATE)
         if not CONVOLVES:
