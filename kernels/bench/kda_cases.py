@@ -11,12 +11,14 @@ import torch
 from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
-from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
-from k3vl.kernels.kda.hopper import HopperShape
+from k3vl.kernels.kda.gpu import _shape, kda_decode, kda_prefill, prefill_launches
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from k3vl.kernels.kda.gpu import PrefillShape
+    from k3vl.kernels.kda.hopper import HopperShape
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -190,7 +192,7 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         own = torch.zeros_like(windows), torch.zeros_like(states)
         return kda_prefill(*args, weights, *own, *places)
 
-    def prepare(shape: HopperShape) -> Work:
+    def prepare(shape: PrefillShape | HopperShape) -> Work:
         def result() -> torch.Tensor:
             own = torch.zeros_like(windows), torch.zeros_like(states)
             return kda_prefill(*args, weights, *own, *places, shape=shape)
@@ -220,16 +222,8 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
     )
 
 
-def _prefill_shapes(heads: int) -> dict[str, HopperShape]:
-    joined = {"joined": True, "scans": False}
-    scans = {"joined": True, "scans": True}
-    if heads < 64:
-        return {"joined": HopperShape(64, 3, **joined), "scans": HopperShape(64, 3, **scans)}
-    return {
-        "own values": HopperShape(128, 6, convolves=True),
-        "own values, joined": HopperShape(128, 6, convolves=True, **joined),
-        "own values, joined, scans": HopperShape(128, 6, convolves=True, **scans),
-    }
+def _prefill_shapes(heads: int) -> dict[str, PrefillShape | HopperShape]:
+    return {"scans": _shape(heads, _K, half=True, hopper=True)._replace(scans=True)}
 
 
 def _prefill_bytes(lengths: list[int], heads: int) -> int:
@@ -241,7 +235,7 @@ def _part_case(lengths: list[int], heads: int) -> Case:
     weights, args = _weights(heads), _inputs(rows, heads)
     places = _places(lengths, heads)
 
-    def prepare(part: str, shape: HopperShape | None = None) -> Work:
+    def prepare(part: str, shape: PrefillShape | HopperShape | None = None) -> Work:
         _, launches = prefill_launches(*args, weights, *places, shape=shape)
         for launch in launches.values():  # each finds what those before it leave
             launch()
@@ -259,12 +253,12 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
         variants={
-            f"{part}{name}": Peer(partial(prepare, part, shape))
-            for name, shape in {
-                "": None,
-                **{f", {name}": shape for name, shape in _prefill_shapes(heads).items()},
-            }.items()
-            for part in prefill_launches(*args, weights, *places, shape=shape)[1]
+            part: Peer(partial(prepare, part))
+            for part in prefill_launches(*args, weights, *places)[1]
+        }
+        | {
+            f"prepare, {name}": Peer(partial(prepare, "prepare", shape))
+            for name, shape in _prefill_shapes(heads).items()
         },
     )
 

@@ -57,15 +57,13 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
-        joined: whether that scores queries and keys in one product.
-        scans: whether it adds decays by running sums alone.
+        scans: whether that adds decays by running sums alone.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
-    joined: bool = False
     scans: bool = False
 
 
@@ -199,9 +197,7 @@ def prefill_launches(
         inputs=(qkv, gate, decay, write),
         weights=weights,
         pool=_Pool(windows, states, cells, cu_seqlens, ends),
-        chunks=_scratch_memory(
-            qkv, cells, states, solved=isinstance(layout, HopperShape) and layout.convolves
-        ),
+        chunks=_scratch_memory(qkv, cells, states),
         layout=layout,
         snapshots=snapshots,
         taps=torch.empty(weights.conv.shape[::-1], device=qkv.device),
@@ -270,7 +266,7 @@ class _Work(NamedTuple):
     def slots(self) -> tuple[int, int]:
         """Heads and slots: a program for each."""
         heads = self.pool.cells.shape[1]
-        return heads, self.chunks.gamma.shape[0] // heads
+        return heads, self.chunks.u.shape[0] // heads
 
     @property
     def searched(self) -> int:
@@ -290,9 +286,7 @@ class _Work(NamedTuple):
         }
 
 
-def _scratch_memory(
-    qkv: torch.Tensor, cells: torch.Tensor, states: torch.Tensor, *, solved: bool
-) -> _Chunks:
+def _scratch_memory(qkv: torch.Tensor, cells: torch.Tensor, states: torch.Tensor) -> _Chunks:
     sequences, heads = cells.shape
     blocks, key = (qkv.shape[0] // CHUNK + sequences) * heads, states.shape[-1]
     dtype = torch.float32 if qkv.dtype == torch.float32 else torch.bfloat16
@@ -302,7 +296,7 @@ def _scratch_memory(
 
     return _Chunks(
         wq=scratch(2 * CHUNK, key),
-        u=scratch(CHUNK, CHUNK) if solved else scratch(key, CHUNK),
+        u=scratch(key, CHUNK),
         kl=scratch(CHUNK, key),
         scores=scratch(CHUNK, CHUNK),
         gamma=scratch(key, of=torch.float32),
@@ -335,9 +329,7 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=isinstance(layout, HopperShape),
-        JOINED=layout.joined,
         SCANS=layout.scans,
-        SOLVED=isinstance(layout, HopperShape) and layout.convolves,
         PDL=work.early,
         **work.common,
         num_warps=4,
@@ -352,7 +344,6 @@ def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None
         chunks=work.chunks,
         inputs=work.inputs[:2],
         o_norm=work.weights.o_norm,
-        taps=work.taps,
         pool=work.pool,
         snapshots=work.snapshots,
         out=out,

@@ -23,15 +23,11 @@ class HopperShape(NamedTuple):
     Attributes:
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
-        convolves: whether it makes the values, with all value channels, not the parallel kernel.
-        joined: whether that scores queries and keys in one product.
-        scans: whether it adds decays by running sums alone.
+        scans: whether the parallel kernel adds decays by running sums alone.
     """
 
     values: int
     stages: int
-    convolves: bool = False
-    joined: bool = False
     scans: bool = False
 
     @property
@@ -55,10 +51,9 @@ class Walk(NamedTuple):
     """One launch of the sequential kernel.
 
     Attributes:
-        chunks: what ``kda_prepare_kernel`` wrote: wq, u (or what makes it), kl, scores and gamma.
+        chunks: what ``kda_prepare_kernel`` wrote: wq, u, kl, scores and gamma.
         inputs: qkv and gate of the projections.
         o_norm: [K] float32.
-        taps: [W, 3 H K] float32, halves of the convolution's.
         pool: windows, states, cells, cu_seqlens and ends.
         snapshots: depths and cells as in ``Snapshots``; None where nothing is copied.
         out: [N, H K].
@@ -69,7 +64,6 @@ class Walk(NamedTuple):
     chunks: tuple[torch.Tensor, ...]
     inputs: tuple[torch.Tensor, torch.Tensor]
     o_norm: torch.Tensor
-    taps: torch.Tensor
     pool: tuple[torch.Tensor, ...]
     snapshots: tuple[torch.Tensor, torch.Tensor] | None
     out: torch.Tensor
@@ -98,42 +92,29 @@ def hopper_walk(
     blocks = (
         (wq, [2 * chunk, key]),
         (kl, [chunk, key]),
-        (u, [chunk if shape.convolves else shape.values, chunk]),
+        (u, [shape.values, chunk]),
         (scores, [chunk, chunk]),
         (gamma, [1, key]),
     )
     matrices = [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
     args: tuple[Any, ...] = (
-        *(
-            qkv,
-            gate,
-            walk.o_norm,
-            walk.taps,
-            windows,
-            states,
-            cells,
-            cu_seqlens,
-            ends,
-            depths,
-            copies,
-        ),
+        *(qkv, gate, walk.o_norm, windows, states, cells, cu_seqlens, ends, depths, copies),
         walk.out,
+        qkv.stride(0),
         gate.stride(0) // aligned,
         cells.stride(0),
         *windows.stride()[:3],
         states.stride(0),
         walk.eps,
+        heads,
     )
     constants: dict[str, Any] = {
-        "S_QKV": qkv.stride(0),
-        "H": heads,
         "C": chunk,
         "K": key,
         "BV": shape.values,
         "W": windows.shape[1] + 1,
         "DEPTHS": depths.shape[1] if walk.snapshots else 0,
         "STAGES": shape.stages,
-        "CONVOLVES": shape.convolves,
         "OUTS": 2,
         "WARPS": 8 if shape.whole else 2,
         "ALIGNED": aligned,

@@ -21,13 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
-from k3vl.kernels.kda.hopper_values import (
-    gate_rows,
-    power_of_two,
-    reciprocal,
-    walk_rows_and_values,
-    widen,
-)
 
 
 @gluon.jit
@@ -43,11 +36,9 @@ def rows_of(i_s, cu_seqlens, ends):
 def walk_fetch(
     wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores, m_gamma, landed, used,
     i_s, i_h, i_v, H, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    CONVOLVES: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything about a chunk, as soon as there is room for it."""
-    U: gl.constexpr = C if CONVOLVES else BV
-    SIZE: gl.constexpr = 2 * (3 * C * K + U * C + C * C) + 4 * K
+    SIZE: gl.constexpr = 2 * (3 * C * K + BV * C + C * C) + 4 * K
     begin, length, _ = rows_of(i_s, cu_seqlens, ends)
     slot = (begin // C + i_s).to(gl.int32)
     for c in range(gl.cdiv(length, C)):
@@ -56,10 +47,7 @@ def walk_fetch(
         mbarrier.wait(used.index(s), (c // STAGES & 1) ^ 1)  # a new one's last phase is over
         mbarrier.expect(landed.index(s), SIZE)
         begin_copy(wq, [at * (2 * C), 0], landed.index(s), m_wq.index(s))
-        if CONVOLVES:  # what is behind it stays zero
-            begin_copy(u, [at * C, 0], landed.index(s), m_u.index(s).slice(0, C, dim=0))
-        else:
-            begin_copy(u, [at * K + i_v * BV, 0], landed.index(s), m_u.index(s))
+        begin_copy(u, [at * K + i_v * BV, 0], landed.index(s), m_u.index(s))
         begin_copy(gamma, [at, 0], landed.index(s), m_gamma.index(s))
         begin_copy(scores, [at * C, 0], landed.index(s), m_scores.index(s))
         begin_copy(kl, [at * C, 0], landed.index(s), m_kl.index(s))
@@ -141,9 +129,9 @@ def walk_state(
 @gluon.jit
 def walk_state_joined(
     states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
-    m_gamma, m_o, m_v, made, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr,
-    C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
-    DEPTHS: gl.constexpr, CONVOLVES: gl.constexpr,
+    m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
+    K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    DEPTHS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`walk_state`, with both products of the state as one of twice the columns.
 
@@ -167,28 +155,15 @@ def walk_state_joined(
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
+        a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
+        mbarrier.wait(landed.index(s), c // STAGES & 1)
         b_wq = m_wq.index(s).permute((1, 0))
-        if CONVOLVES:  # the state is rounded meanwhile
-            mbarrier.wait(landed.index(s), c // STAGES & 1)
-            mbarrier.wait(made.index(c % 2), c // 2 & 1)
-            b_v = m_v.index(c % 2).slice(SIDE * 64, 64, dim=1).permute((1, 0))
-            b_solve = m_u.index(s).permute((1, 0))  # with zeros for the columns of q
-            both = warpgroup_mma(b_v, b_solve, zero, use_acc=False, is_async=True)
-            a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
-            both = warpgroup_mma(a, b_wq, both, is_async=True)
-        else:
-            a = gl.convert_layout(b_s.to(gl.bfloat16), OF_BOTH)
-            mbarrier.wait(landed.index(s), c // STAGES & 1)
-            both = warpgroup_mma(a, b_wq, zero, use_acc=False, is_async=True)
+        both = warpgroup_mma(a, b_wq, zero, use_acc=False, is_async=True)
         b_s = b_s * m_gamma.index(s).load(STATE)
-        if not CONVOLVES:
-            u = m_u.index(s).slice(SIDE * 64, 64, dim=0).load(ROWS).to(gl.float32)
+        u = m_u.index(s).slice(SIDE * 64, 64, dim=0).load(ROWS).to(gl.float32)
         both = warpgroup_mma_wait(0, [both])
         moved, o = gl.split(both.reshape([64, 2, C]).permute((0, 2, 1)))  # by -w, by q
-        if CONVOLVES:
-            b_x = gl.convert_layout(moved, ROWS).to(gl.bfloat16)
-        else:
-            b_x = (u + gl.convert_layout(moved, ROWS)).to(gl.bfloat16)
+        b_x = (u + gl.convert_layout(moved, ROWS)).to(gl.bfloat16)
         b_scores = m_scores.index(s).permute((1, 0))
         inner = warpgroup_mma(
             gl.convert_layout(b_x, OF_ROWS), b_scores, nothing, use_acc=False, is_async=True
@@ -200,6 +175,30 @@ def walk_state_joined(
         b_s = warpgroup_mma_wait(0, [moved])
         copy_out(b_s, states, o_s, depths, snapshots, s_state, (c + 1) * C, i_s, i_h, H, DEPTHS)
     gl.store(p_state, b_s)
+
+
+@gluon.jit
+def widen(x):
+    """bfloat16 to float32, one instruction each; the compiler takes two for every upper half."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32,
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def reciprocal(x):
+    """One instruction, right but for the last bit; 0 of infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def gate_rows(p_gate, s_gate, o_t, o_k, left, ALIGNED: gl.constexpr):
+    """Logits [C, K] of the output gate; 0 behind the last token."""
+    at = (o_t * s_gate)[:, None] * ALIGNED + o_k[None, :]
+    return gl.load(p_gate + at, mask=(o_t < left)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -229,7 +228,7 @@ def walk_rows(
         if BV == K:
             p_gate += C * (s_gate * ALIGNED)
             coming = gate_rows(p_gate, s_gate, o_t, o_k, length - (c + 1) * C, ALIGNED)
-            opened = norm * reciprocal(1.0 + power_of_two(widen(logits) * -1.4426950408889634))
+            opened = norm * reciprocal(1.0 + gl.exp2(widen(logits) * -1.4426950408889634))
         mbarrier.wait(told.index(b), c // OUTS & 1)
         y = m_o.index(b).load(R)
         meet()
@@ -287,36 +286,28 @@ def walk_windows(
 
 @gluon.jit
 def walk_rest(
-    qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens, ends, out, m_o, m_v,
-    made, told, taken, s_gate, s_cells, s_window, s_tap, s_stream, eps, i_s, i_h, i_v,
-    S_QKV: gl.constexpr, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
-    W: gl.constexpr, OUTS: gl.constexpr, DEPTHS: gl.constexpr, WARPS: gl.constexpr,
-    ALIGNED: gl.constexpr, CONVOLVES: gl.constexpr,
+    qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out, m_o, told, taken,
+    s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps, i_s, i_h, i_v, H, C: gl.constexpr,
+    K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr, DEPTHS: gl.constexpr,
+    WARPS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Some warps: rows of the output, then the windows."""
     begin, length, room = rows_of(i_s, cu_seqlens, ends)
-    p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
-    if CONVOLVES:
-        p_old = p_window + 2 * s_stream
-        walk_rows_and_values(qkv, gate, o_norm, taps, p_old, out, m_o, m_v, made, told, taken,
-                             begin, length, room, s_gate, s_tap, eps, i_h, S_QKV, H, C, K, W,
-                             OUTS, WARPS, ALIGNED)  # fmt: skip
-    else:
-        walk_rows(gate, o_norm, out, m_o, told, taken, begin, length, room, s_gate, eps, i_h, i_v,
-                  H, C, K, BV, OUTS, WARPS, ALIGNED)  # fmt: skip
+    walk_rows(gate, o_norm, out, m_o, told, taken, begin, length, room, s_gate, eps, i_h, i_v, H, C,
+              K, BV, OUTS, WARPS, ALIGNED)  # fmt: skip
     if i_v == 0:
-        walk_windows(qkv, windows, cells, depths, snapshots, S_QKV, s_cells, s_window, s_tap,
+        walk_windows(qkv, windows, cells, depths, snapshots, s_qkv, s_cells, s_window, s_tap,
                      s_stream, begin, begin + length, i_s, i_h, H, K, W, DEPTHS,
                      WARPS)  # fmt: skip
 
 
 @gluon.jit
 def kda_walk_sides_kernel(
-    wq, kl, u, scores, gamma, qkv, gate, o_norm, taps, windows, states, cells, cu_seqlens, ends,
-    depths, snapshots, out, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps,
-    S_QKV: gl.constexpr, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
-    W: gl.constexpr, DEPTHS: gl.constexpr, STAGES: gl.constexpr, CONVOLVES: gl.constexpr,
-    OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr, PDL: gl.constexpr,
+    wq, kl, u, scores, gamma, qkv, gate, o_norm, windows, states, cells, cu_seqlens, ends,
+    depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, H,
+    C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, DEPTHS: gl.constexpr,
+    STAGES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of one head (BV of its value channels, 64 or all 128) through one sequence.
 
@@ -334,12 +325,10 @@ def kda_walk_sides_kernel(
         let_next_begin()
     m_wq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], ROWS)
     m_kl = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], ROWS)
-    m_u = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C if CONVOLVES else BV, C], SHORT)
+    m_u = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BV, C], SHORT)
     m_scores = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], SHORT)
     m_gamma = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], FLAT)
     m_o = gl.allocate_shared_memory(gl.bfloat16, [OUTS, C, BV], ROWS)
-    m_v = gl.allocate_shared_memory(gl.bfloat16, [2 if CONVOLVES else 1, C, BV], ROWS)
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [OUTS, 1], mbarrier.MBarrierLayout())
@@ -347,15 +336,9 @@ def kda_walk_sides_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(landed.index(i), count=1)
         mbarrier.init(used.index(i), count=SIDES)
-    for i in gl.static_range(2):
-        mbarrier.init(made.index(i), count=1)
     for i in gl.static_range(OUTS):
         mbarrier.init(told.index(i), count=SIDES)
         mbarrier.init(taken.index(i), count=1)
-    if CONVOLVES:
-        Z: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-        for i in gl.static_range(STAGES):
-            m_u.index(i).slice(C, C, dim=0).store(gl.zeros([C, C], gl.bfloat16, Z))
     fence_async_shared()
     meet()
     if PDL:
@@ -374,17 +357,16 @@ def kda_walk_sides_kernel(
                 (
                     walk_rest,
                     (
-                        qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens,
-                        ends, out, m_o, m_v, made, told, taken, s_gate, s_cells, s_window, s_tap,
-                        s_stream, eps, i_s, i_h, i_v, S_QKV, H, C, K, BV, W, OUTS, DEPTHS, WARPS,
-                        ALIGNED, CONVOLVES,
+                        qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out,
+                        m_o, told, taken, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps,
+                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
                     ),
                 ),
                 (
                     walk_fetch,
                     (
                         wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores,
-                        m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES, CONVOLVES,
+                        m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES,
                     ),
                 ),
             ],
@@ -398,32 +380,31 @@ def kda_walk_sides_kernel(
                     walk_state_joined,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, m_v, made, landed, used, told, taken,
-                        i_s, i_h, i_v, H, 0, C, K, BV, STAGES, OUTS, DEPTHS, CONVOLVES,
+                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
+                        H, 0, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
                 ),
                 (
                     walk_state_joined,
                     (
                         states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
-                        m_kl, m_u, m_scores, m_gamma, m_o, m_v, made, landed, used, told, taken,
-                        i_s, i_h, i_v, H, 1, C, K, BV, STAGES, OUTS, DEPTHS, CONVOLVES,
+                        m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
+                        H, 1, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
                 ),
                 (
                     walk_rest,
                     (
-                        qkv, gate, o_norm, taps, windows, cells, depths, snapshots, cu_seqlens,
-                        ends, out, m_o, m_v, made, told, taken, s_gate, s_cells, s_window, s_tap,
-                        s_stream, eps, i_s, i_h, i_v, S_QKV, H, C, K, BV, W, OUTS, DEPTHS, WARPS,
-                        ALIGNED, CONVOLVES,
+                        qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out,
+                        m_o, told, taken, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps,
+                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
                     ),
                 ),
                 (
                     walk_fetch,
                     (
                         wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores,
-                        m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES, CONVOLVES,
+                        m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES,
                     ),
                 ),
             ],

@@ -69,16 +69,6 @@ def _widen(x):
 
 
 @triton.jit
-def _narrow(x, DTYPE: tl.constexpr):
-    """To DTYPE; to bfloat16 two at once, where the compiler takes a slow instruction for each."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    return x.to(DTYPE)
-
-
-@triton.jit
 def _rows(
     p, p_window, s_tap, o_g, o_k, lowest, count, S_X: tl.constexpr, BEFORE: tl.constexpr,
     R: tl.constexpr, FULL: tl.constexpr,
@@ -158,8 +148,7 @@ def _one_chunk(
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, SOLVED: tl.constexpr,
-    JOINED: tl.constexpr, SCANS: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, SCANS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
@@ -198,8 +187,8 @@ def _one_chunk(
         totals = totals + (running,)  # noqa: RUF005
     before = tl.cumsum(running, 0) - running
     if SCANS:
-        # Of every group, where the compiler's running sums are quick and its sums are not; what
-        # they differ by is the last bit of one number for all of a group.
+        # Every group for itself, where the compiler's running sums are quick and its sums are not:
+        # sixteen lanes meet in a bank. They differ in the last bit of one number for a whole group.
         whole = (before + tl.cumsum(running, 0, reverse=True)) * bound
     else:
         whole = tl.sum(running, 0)[None, :, :] * bound
@@ -209,7 +198,8 @@ def _one_chunk(
     from_middle = before * bound - whole * 0.5
     to_middle = tl.exp2(whole * 0.5)
     if SCANS:
-        tl.store(gamma + block * K + tl.zeros_like(o_g) + o_k, tl.exp2(whole), mask=o_g == 0)
+        # By way of memory to those who need it as a row of the small matrices' products.
+        tl.store(gamma + block * K + tl.zeros_like(o_g) + o_k, whole, mask=o_g == 0)
     else:
         tl.store(gamma + block * K + o_k, tl.exp2(whole))
         middle = tl.reshape(to_middle, (1, K))
@@ -221,16 +211,14 @@ def _one_chunk(
     k_downs = ()
     for s in tl.static_range(R):
         k_up = keys[s] * tl.exp2(tl.fma(totals[s], bound, from_middle))
-        k_ups = k_ups + (_narrow(k_up, DTYPE) if SCANS else k_up,)  # noqa: RUF005
+        k_ups = k_ups + (k_up,)  # noqa: RUF005
         k_down = keys[s] * tl.exp2(tl.fma(totals[s], -bound, -from_middle))
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
-    if not SCANS:
-        k_up = _whole(k_ups, C, K, DTYPE)
+    k_up = _whole(k_ups, C, K, DTYPE)
     q_taps = _taps(conv, o_g, o_k, 3 * H * K, W)
     down = tl.trans(_whole(k_downs, C, K, DTYPE))
-    if not JOINED:
-        mix = tl.dot(k_up, down, input_precision=PRECISION)
+    mix = tl.dot(k_up, down, input_precision=PRECISION)
     queries = _convolved(q_rows, q_taps, R, W, FAST)
     q_ups = ()
     for s in tl.static_range(R):
@@ -248,42 +236,30 @@ def _one_chunk(
     else:
         beta = tl.load(write + o_t * s_write, mask=o_t < count, other=0.0)
         beta = tl.where(o_t < count, sigmoid(beta.to(tl.float32)), 0.0)
-    if not SOLVED:
-        v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-        v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
-    if JOINED:
-        # A group's rows of both are 16 rows of one matrix of 64, which Hopper's tensor cores read
-        # from shared memory themselves; a thread then has the same entries of both products.
-        both = tl.dot(_whole(k_ups + q_ups, 2 * C, K, DTYPE), down, input_precision=PRECISION)
-        both = tl.permute(tl.reshape(both, (C // R, 2, R, C)), (0, 2, 3, 1))
-        mix, read = tl.split(both)
-        mix, read = tl.reshape(mix, (C, C)), tl.reshape(read, (C, C))
-    else:
-        read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
+    v_rows = _rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
+    read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
+    if SCANS:
+        tl.debug_barrier()
+        sums = tl.load(gamma + block * K + o_c)
+        middle = tl.exp2(sums * 0.5)[None, :]
     squares = tl.where(o_i == o_j, mix, 0.0)
     left = tl.rsqrt(tl.sum(squares, 1) + 1e-6)
-    right = left[None, :] if JOINED else tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
+    right = left[None, :] if SCANS else tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
     mix = tl.where(o_i > o_j, mix * (left * beta)[:, None] * right, 0.0)
     # Write strengths, lengths and the way to the middle are factors of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
     solve = solve * beta[None, :] * left[:, None]
+    b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
+    b_w *= -middle if MINUS_W else middle
     if SCANS:
-        k_mids = ()
-        for s in tl.static_range(R):
-            k_mids = k_mids + (_widen(k_ups[s]) * to_middle,)  # noqa: RUF005
-        by = (solve * (-right if MINUS_W else right)).to(DTYPE)
-        b_w = tl.dot(by, _whole(k_mids, C, K, DTYPE), input_precision=PRECISION)
-    else:
-        b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
-        b_w *= -middle if MINUS_W else middle
+        tl.debug_barrier()
+        tl.store(gamma + block * K + o_c, tl.exp2(sums))
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
-    if SOLVED:
-        tl.store(u + block * C * C + o_i * C + o_j, solve.to(DTYPE))
-    else:
-        values = _convolved(v_rows, v_taps, R, W, FAST)
-        b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
-        tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
+    values = _convolved(v_rows, v_taps, R, W, FAST)
+    b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
+    tl.store(u + block * C * K + o_c[None, :] * C + o_i, b_u.to(DTYPE))
 
 
 @triton.jit
@@ -293,16 +269,14 @@ def kda_prepare_kernel(
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    SOLVED: tl.constexpr, JOINED: tl.constexpr, SCANS: tl.constexpr, PDL: tl.constexpr,
+    SCANS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
     Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
-    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32; if SOLVED instead of u the
-    matrix [C, C] that makes it of the values, which the sequential kernel then convolves. Slot
-    ``cu_seqlens[s] // C + s + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is
-    [W, 3 H K], the taps first, halved for a fast SiLU. What a model decides is constant, so that
-    rows are offsets in the code.
+    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
+    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
+    halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
     """
     let_next_begin(PDL)
     wait_for_inputs(PDL)
@@ -320,10 +294,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, SOLVED, JOINED, SCANS, True)  # fmt: skip
+                       MINUS_W, SCANS, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, SOLVED, JOINED, SCANS, False)  # fmt: skip
+                       FAST, MINUS_W, SCANS, False)  # fmt: skip

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.language import constexpr
-from triton.runtime import JITFunction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -217,10 +216,6 @@ class _Language(ModuleType):
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> torch.Tensor:
         return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
-
-    @staticmethod
-    def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.stack((a, b), -1)
 
     @staticmethod
     def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -447,11 +442,9 @@ def launch(
     the kernel's helpers in machine language, by name. ``ordered``: the order of all accesses of
     shared memory is checked.
     """
-    helpers = [x.fn for x in kernel.fn.__globals__.values() if isinstance(x, JITFunction)]
     scope = {
         name: value.value if isinstance(value, constexpr) else value
-        for function in (*helpers, kernel.fn)
-        for name, value in function.__globals__.items()
+        for name, value in kernel.fn.__globals__.items()
     }
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
     for program in itertools.product(*(range(size) for size in grid)):
@@ -469,8 +462,6 @@ def launch(
             "fence_async_shared": _fence,
             "widen": lambda x: x.float(),
             "reciprocal": lambda x: 1 / x,
-            "power_of_two": torch.exp2,
-            "silu_of_half": lambda y: y + y * torch.tanh(y),
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": _finish,
             "tl": _OfTriton,

@@ -72,8 +72,7 @@ ON_GPU = DEVICE.type == "cuda"
 LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
-HOPPER_WHOLE = KDAHopperShape(128, 5)
-HOPPER_VALUES = KDAHopperShape(128, 6, convolves=True, joined=True, scans=True)
+HOPPER_WHOLE = KDAHopperShape(128, 5, scans=True)
 HOPPER_VARIANT = KDAHopperShape(64, 3)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
@@ -267,20 +266,13 @@ def run_prefill(
     want = kda_prefill_reference(*clean, *reference)
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if LARGE and dtype != torch.float32:
-        shapes += [
-            PrefillShape(64, 4, 3, 128, joined=True, scans=True),
-            PrefillShape(key // 2, 4, 4, 168),
-        ]
+        shapes += [PrefillShape(64, 4, 3, 128, scans=True), PrefillShape(key // 2, 4, 4, 168)]
         shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None, joined=True, scans=True)]
+        shapes += [PrefillShape(16, 4, 1, None, scans=True)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
-        shapes += [
-            HOPPER_WHOLE,
-            HOPPER_VALUES,
-            HOPPER_VARIANT,
-        ]  # with so few heads the default has halves
+        shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
     for shape in shapes:
         own_windows, own_states = windows.clone(), states.clone()
         batch = (weights, own_windows, own_states, cells, cu_seqlens, ends)
@@ -330,7 +322,7 @@ def check_kda_snapshots() -> Iterator[str]:
     where = torch.tensor([[[0], [0]], [[2], [5]]], device=DEVICE)
     shapes: list[KDAHopperShape | None] = [None]
     if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
-        shapes += [HOPPER_WHOLE, HOPPER_VALUES]
+        shapes += [HOPPER_WHOLE]
     for shape in shapes:
         own = windows.clone(), states.clone()
         batch = (weights, *own, cells, cu_seqlens, cu_seqlens[1:])
@@ -351,7 +343,7 @@ def check_kda_pieces() -> Iterator[str]:
     dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
-        shapes += [HOPPER_WHOLE, HOPPER_VALUES]
+        shapes += [HOPPER_WHOLE]
     weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
     cells = torch.tensor([[1, 0]], device=DEVICE)
     windows, states = pool(2, key, dtype)
