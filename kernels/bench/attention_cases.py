@@ -139,7 +139,8 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch, length).items()
+                name: partial(run, shape=shape)
+                for name, shape in _decode_shapes(batch, length).items()
             },
             compared=True,
             peers=peers,
