@@ -32,10 +32,10 @@ import torch.distributed as dist
 from k3vl.errors import BackendError, Cancelled, ConfigError, K3VLError
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.ranks import Ranks
+from k3vl.lm.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from collections.abc import Sequence as Ordered
     from multiprocessing.connection import Connection
 
     import numpy as np
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.job import Job
     from k3vl.lm.model import K3Model
-    from k3vl.types import LogitMask, Prompt, SamplingParams
+    from k3vl.types import LogitMask
 
 TIMEOUT = timedelta(minutes=10)
 """Of ranks that wait for each other: one may compile kernels that the others have."""
@@ -110,46 +110,19 @@ class LeadingEngine(MirroredEngine):
         self._apart = False
         followers.join(self.model.embedding.device)
 
-    def add(
-        self,
-        request_id: int,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        sink: Callable[[Token | K3VLError], None],
-        *,
-        arrived: float | None = None,
-    ) -> None:
-        """See :meth:`Engine.add`."""
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbits(63))
-        told, masked = replace(sampling, logit_mask=None), sampling.logit_mask is not None
-        if sampling.logit_mask is not None:
-            mask = _ToldMask(sampling.logit_mask, self.followers)
-            sampling = replace(sampling, logit_mask=mask)
-        super().add(request_id, prompt, sampling, sink, arrived=arrived)
-        self.followers.tell("add", request_id, prompt, told, masked)
-
-    def add_forced(
-        self,
-        request_id: int,
-        prompt: Prompt,
-        token_ids: Ordered[int],
-        sink: Callable[[Token | K3VLError], None],
-    ) -> None:
-        """See :meth:`Engine.add_forced`."""
-        super().add_forced(request_id, prompt, token_ids, sink)
-        self.followers.tell("add_forced", request_id, prompt, token_ids)
-
-    def add_scored(
-        self,
-        request_id: int,
-        prompt: Prompt,
-        token_ids: Ordered[int],
-        sink: Callable[[Token | K3VLError], None],
-    ) -> None:
-        """See :meth:`Engine.add_scored`."""
-        super().add_scored(request_id, prompt, token_ids, sink)
-        self.followers.tell("add_scored", request_id, prompt, token_ids)
+    def queue(self, job: Job) -> None:
+        """See :meth:`Engine.queue`; the others get the job with a seed, and without its mask."""
+        told, masked = replace(job, sink=_drop), False
+        if isinstance(job.sampler, Sampler):
+            params = job.sampler.params
+            if params.seed is None:
+                params = replace(params, seed=secrets.randbits(63))
+            told.sampler = Sampler(replace(params, logit_mask=None))
+            if masked := params.logit_mask is not None:
+                params = replace(params, logit_mask=_ToldMask(params.logit_mask, self.followers))
+            job.sampler = Sampler(params)
+        super().queue(job)
+        self.followers.tell("queue", told, masked)
 
     def cancel(self, request_id: int) -> None:
         """See :meth:`Engine.cancel`."""
@@ -402,12 +375,11 @@ class Follower:
             self.engine.step()
         elif what == "do":
             values[0](self.engine)
-        elif what == "add":
-            request_id, prompt, sampling, masked = values
-            sampling = replace(sampling, logit_mask=self if masked else None)
-            self.engine.add(request_id, prompt, sampling, _drop)
-        elif what in ("add_forced", "add_scored"):
-            getattr(self.engine, what)(*values, _drop)
+        elif what == "queue":
+            job, masked = values
+            if masked:
+                job.sampler = Sampler(replace(job.sampler.params, logit_mask=self))
+            self.engine.queue(job)
         elif what in ("cancel", "fail_all"):
             getattr(self.engine, what)(*values)
         elif what != "bits":  # of a step that ended before it asked
