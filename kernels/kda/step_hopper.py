@@ -48,6 +48,7 @@ def hopper_step(
     *,
     bounded: bool,
     early: bool,
+    copied: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -58,9 +59,11 @@ def hopper_step(
         units: heads of sequences.
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
+        copied: states go back by the copy engine, not by threads.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
     constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "BOUNDED": bounded, "PDL": early}
+    constants["COPIED"] = copied
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
     block = [1, KEY // _PARTS, KEY]
