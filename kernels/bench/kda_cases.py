@@ -135,6 +135,9 @@ def _decode_variants(
         "in a row": partial(prepare, kda_decode, _in_a_row),
         "stored by copies": partial(prepare, copied),
         "stored by copies, in the cache's units": partial(prepare, copied, _in_units),
+        "stored by copies, eight warps, in the cache's units": partial(
+            prepare, partial(copied, warps=8), _in_units
+        ),
         "no step: all states times one": lambda: Work(partial(pool[1].mul_, 1.0)),
         "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
     }

@@ -126,6 +126,7 @@ def advance(
     PARTS: gl.constexpr,
     BOUNDED: gl.constexpr,
     COPIED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
@@ -133,13 +134,13 @@ def advance(
     are. Keys and queries get their length last: of q~ = q / |q| the mixture is
     ``(S^T q) / |q|``, so the threads meet once before the state is read.
     """
-    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [1, 4], [1, 0])
+    P: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS // 4, 4], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    PART: gl.constexpr = 16
+    PART: gl.constexpr = 4 * WARPS
     o_k = gl.arange(0, K, P)
     column = i_h * K
     x = qkv + i_b * s_qkv + column
@@ -254,6 +255,7 @@ def kda_step_hopper_kernel(
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
     COPIED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
@@ -261,7 +263,7 @@ def kda_step_hopper_kernel(
     on their way. For the rest see ``kda_step_kernel``.
     """
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
-    V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    V: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if PDL:
         let_next_begin()
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
@@ -287,7 +289,7 @@ def kda_step_hopper_kernel(
             a_log, dt_bias, o_norm,
             windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
             s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, BOUNDED,
-            COPIED,
+            COPIED, WARPS,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)
