@@ -22,6 +22,13 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _K = 128
 _STATE = _K * _K * 4
+_CELL = 67968
+"""Bytes of a cell of K3's cache: a state and, behind it, a window (``lm/cache.py``)."""
+_UNIT = 27
+"""Cells in a row of its cache, with pages of 64 tokens; one such row lies anywhere."""
+
+Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""windows, states and cells."""
 
 
 def _weights(heads: int) -> KDAWeights:
@@ -104,19 +111,57 @@ def _decode_variants(
 ) -> dict[str, Peer]:
     """Other ways, compared with the default one in all that it writes."""
 
-    def prepare(step: Callable[..., torch.Tensor]) -> Work:
+    def prepare(
+        step: Callable[..., torch.Tensor], place: Callable[[torch.Tensor], Memory] | None = None
+    ) -> Work:
+        memory = place(cells) if place else (*pool, cells)
+
         def result() -> torch.Tensor:
-            ours, theirs = ((fresh[0].clone(), fresh[1].clone()) for _ in range(2))
+            ours = fresh[0].clone(), fresh[1].clone()
+            for mine, theirs in zip(memory, fresh, strict=False):
+                mine[memory[2]] = theirs[cells]
             kda_decode(*args, weights, *ours, cells)
-            got = step(*args, weights, *theirs, cells)
-            error = ratio_of_norms(theirs[1], ours[1])
+            got = step(*args, weights, *memory)
+            error = ratio_of_norms(memory[1][memory[2]], ours[1][cells])
             assert error < 1e-5, f"states wrong by {error:.1e}"
-            assert torch.equal(theirs[0], ours[0]), "wrong windows"
+            assert torch.equal(memory[0][memory[2]], ours[0][cells]), "wrong windows"
             return got
 
-        return Work(partial(step, *args, weights, *pool, cells), result)
+        return Work(partial(step, *args, weights, *memory), result)
 
-    return {"in Triton": Peer(partial(prepare, partial(kda_decode, hopper=False)))}
+    copied = partial(kda_decode, copied=True)
+    ways: dict[str, Callable[[], Work]] = {
+        "in the cache's units": partial(prepare, kda_decode, _in_units),
+        "in a row": partial(prepare, kda_decode, _in_a_row),
+        "stored by copies": partial(prepare, copied),
+        "stored by copies, in the cache's units": partial(prepare, copied, _in_units),
+        "stored by copies, eight warps, in the cache's units": partial(
+            prepare, partial(copied, warps=8), _in_units
+        ),
+        "no step: all states times one": lambda: Work(partial(pool[1].mul_, 1.0)),
+        "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
+    }
+    return {name: Peer(way) for name, way in ways.items()}
+
+
+def _in_a_row(cells: torch.Tensor) -> Memory:
+    """Room for the heads of all sequences one behind the other."""
+    windows = normal(cells.numel(), 3, 3, _K)
+    states = normal(cells.numel(), _K, _K, dtype=torch.float32)
+    return windows, states, torch.arange(cells.numel(), device=cells.device).view_as(cells)
+
+
+def _in_units(cells: torch.Tensor) -> Memory:
+    """Room as the cache has it: the heads of a sequence in units anywhere, a unit in one piece."""
+    batch, heads = cells.shape
+    units = -(-heads // _UNIT)
+    order = torch.randperm(batch * units, device=cells.device).view(batch, units, 1)
+    inside = torch.arange(_UNIT, device=cells.device)
+    places = (order * _UNIT + inside).flatten(1)[:, :heads].contiguous()
+    buffer = normal(batch * units * _UNIT, _CELL // 4, dtype=torch.float32)
+    states = buffer[:, : _K * _K].view(-1, _K, _K)
+    windows = buffer.view(torch.bfloat16)[:, 2 * _K * _K :][:, : 9 * _K].view(-1, 3, 3, _K)
+    return windows, states, places
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:

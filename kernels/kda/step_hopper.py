@@ -48,6 +48,8 @@ def hopper_step(
     *,
     bounded: bool,
     early: bool,
+    copied: bool = False,
+    warps: int = 4,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -58,9 +60,12 @@ def hopper_step(
         units: heads of sequences.
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
+        copied: states go back by the copy engine, not by threads.
+        warps: of a program, 4 or 8.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
     constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "BOUNDED": bounded, "PDL": early}
+    constants |= {"COPIED": copied, "WARPS": warps}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
     block = [1, KEY // _PARTS, KEY]
@@ -72,5 +77,6 @@ def hopper_step(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": _REGISTERS, "launch_pdl": early}
+    registers = _REGISTERS if warps == 4 else 80
+    options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": early}
     kernel[(units,)](pool, *args, **constants, **options)

@@ -9,9 +9,16 @@ programs where it held two.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
+from k3vl.kernels.gluon_parts import (
+    begin_copy,
+    begin_store,
+    let_next_begin,
+    meet,
+    wait_for_inputs,
+    wait_for_stores,
+)
 
 
 @gluon.jit
@@ -87,6 +94,8 @@ def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K:
 
 @gluon.jit
 def advance(
+    pool,
+    row,
     buffer,
     landed,
     m_row,
@@ -116,6 +125,8 @@ def advance(
     K: gl.constexpr,
     PARTS: gl.constexpr,
     BOUNDED: gl.constexpr,
+    COPIED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
@@ -123,13 +134,13 @@ def advance(
     are. Keys and queries get their length last: of q~ = q / |q| the mixture is
     ``(S^T q) / |q|``, so the threads meet once before the state is read.
     """
-    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [1, 4], [1, 0])
+    P: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS // 4, 4], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    PART: gl.constexpr = 16
+    PART: gl.constexpr = 4 * WARPS
     o_k = gl.arange(0, K, P)
     column = i_h * K
     x = qkv + i_b * s_qkv + column
@@ -185,17 +196,31 @@ def advance(
     o = q_scale * gl.sum(by_q, 0) + overlap * u
     step = k_scale * u
     o_v = gl.arange(0, K, COLUMN)
-    o_r = gl.arange(0, PART, ROW)
-    p_tile = p_state + o_r[:, None] * K + o_v[None, :]
-    for i in gl.static_range(K // PART):
-        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
-        kept = m_row[2].slice(i * PART, PART).load(ROW)
-        added = m_row[3].slice(i * PART, PART).load(ROW)
-        b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
-        gl.store(p_tile + i * PART * K, b_s)
+    if COPIED:
+        for i in gl.static_range(PARTS):
+            kept = m_row[2].slice(i * HELD, HELD).load(ROW)
+            added = m_row[3].slice(i * HELD, HELD).load(ROW)
+            b_s = held(buffer, i * HELD, HELD, HELD, K).load(S)
+            b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+            held(buffer, i * HELD, HELD, HELD, K).store(b_s)
+            fence_async_shared()
+            meet()
+            begin_store(pool, [row, i * HELD, 0], buffer.index(i))
+    else:
+        o_r = gl.arange(0, PART, ROW)
+        p_tile = p_state + o_r[:, None] * K + o_v[None, :]
+        for i in gl.static_range(K // PART):
+            b_s = held(buffer, i * PART, PART, HELD, K).load(S)
+            kept = m_row[2].slice(i * PART, PART).load(ROW)
+            added = m_row[3].slice(i * PART, PART).load(ROW)
+            b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+            gl.store(p_tile + i * PART * K, b_s)
     scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
     y = o * scale * m_row[5].load(COLUMN)
     gl.store(out + i_b * H * K + column + o_v, y.to(out.dtype.element_ty))
+    if COPIED:
+        # The buffer has to last until it has been read.
+        wait_for_stores(0)
 
 
 @gluon.jit
@@ -229,6 +254,8 @@ def kda_step_hopper_kernel(
     PARTS: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
+    COPIED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
@@ -236,7 +263,7 @@ def kda_step_hopper_kernel(
     on their way. For the rest see ``kda_step_kernel``.
     """
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
-    V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    V: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if PDL:
         let_next_begin()
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
@@ -258,9 +285,11 @@ def kda_step_hopper_kernel(
         meet()
         m_row, m_sum = vectors(K)
         advance(
-            buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
+            pool, cell.to(gl.int32), buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv,
+            a_log, dt_bias, o_norm,
             windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
             s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, BOUNDED,
+            COPIED, WARPS,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)
