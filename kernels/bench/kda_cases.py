@@ -58,20 +58,20 @@ def decode_cases() -> Iterator[Case]:
     """One token of B sequences; bytes are the states, read and written, and the rows."""
     for batch, heads in ((1, 96), (8, 96), (32, 96), (128, 96), (32, 12)):
         weights, args = _weights(heads), _inputs(batch, heads)
-        windows = normal(batch * heads, 3, 3, _K)
-        cells = torch.randperm(batch * heads, device=windows.device).view(batch, heads)
-        states = normal(batch * heads, _K, _K, dtype=torch.float32)
+        windows, states, cells = _in_units(batch, heads)
         step = partial(kda_decode, *args, weights, windows, states, cells)
         fresh = windows.clone(), states.clone()
 
         def ours(
             args: Inputs = args,
             weights: KDAWeights = weights,
+            pool: tuple[torch.Tensor, torch.Tensor] = (windows, states),
             fresh: tuple[torch.Tensor, torch.Tensor] = fresh,
             cells: torch.Tensor = cells,
         ) -> torch.Tensor:
-            windows, states = (x.clone() for x in fresh)
-            return kda_decode(*args, weights, windows, states, cells)
+            for x, begin in zip(pool, fresh, strict=True):
+                x.copy_(begin)
+            return kda_decode(*args, weights, *pool, cells)
 
         def want(
             args: Inputs = args,
@@ -112,9 +112,9 @@ def _decode_variants(
     """Other ways, compared with the default one in all that it writes."""
 
     def prepare(
-        step: Callable[..., torch.Tensor], place: Callable[[torch.Tensor], Memory] | None = None
+        step: Callable[..., torch.Tensor], place: Callable[[int, int], Memory] | None = None
     ) -> Work:
-        memory = place(cells) if place else (*pool, cells)
+        memory = place(*cells.shape) if place else (*pool, cells)
 
         def result() -> torch.Tensor:
             ours = fresh[0].clone(), fresh[1].clone()
@@ -129,39 +129,33 @@ def _decode_variants(
 
         return Work(partial(step, *args, weights, *memory), result)
 
-    copied = partial(kda_decode, copied=True)
     ways: dict[str, Callable[[], Work]] = {
-        "in the cache's units": partial(prepare, kda_decode, _in_units),
-        "in a row": partial(prepare, kda_decode, _in_a_row),
-        "stored by copies": partial(prepare, copied),
-        "stored by copies, in the cache's units": partial(prepare, copied, _in_units),
-        "stored by copies, eight warps, in the cache's units": partial(
-            prepare, partial(copied, warps=8), _in_units
-        ),
-        "no step: all states times one": lambda: Work(partial(pool[1].mul_, 1.0)),
+        "stored by copies": partial(prepare, partial(kda_decode, copied=True)),
+        "heads anywhere": partial(prepare, kda_decode, _anywhere),
         "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
     }
     return {name: Peer(way) for name, way in ways.items()}
 
 
-def _in_a_row(cells: torch.Tensor) -> Memory:
-    """Room for the heads of all sequences one behind the other."""
-    windows = normal(cells.numel(), 3, 3, _K)
-    states = normal(cells.numel(), _K, _K, dtype=torch.float32)
-    return windows, states, torch.arange(cells.numel(), device=cells.device).view_as(cells)
+def _anywhere(batch: int, heads: int) -> Memory:
+    """Every head in a place of its own, which no cache does: what order in memory is worth."""
+    windows = normal(batch * heads, 3, 3, _K)
+    states = normal(batch * heads, _K, _K, dtype=torch.float32)
+    cells = torch.randperm(batch * heads, device=windows.device).view(batch, heads)
+    return windows, states, cells
 
 
-def _in_units(cells: torch.Tensor) -> Memory:
-    """Room as the cache has it: the heads of a sequence in units anywhere, a unit in one piece."""
-    batch, heads = cells.shape
+def _in_units(batch: int, heads: int) -> Memory:
+    """Room as the cache has it: a sequence's heads in units anywhere, those of a unit in a row."""
     units = -(-heads // _UNIT)
-    order = torch.randperm(batch * units, device=cells.device).view(batch, units, 1)
-    inside = torch.arange(_UNIT, device=cells.device)
-    places = (order * _UNIT + inside).flatten(1)[:, :heads].contiguous()
     buffer = normal(batch * units * _UNIT, _CELL // 4, dtype=torch.float32)
     states = buffer[:, : _K * _K].view(-1, _K, _K)
     windows = buffer.view(torch.bfloat16)[:, 2 * _K * _K :][:, : 9 * _K].view(-1, 3, 3, _K)
-    return windows, states, places
+    windows.copy_(normal(*windows.shape))
+    order = torch.randperm(batch * units, device=buffer.device).view(batch, units, 1)
+    inside = torch.arange(_UNIT, device=buffer.device)
+    cells = (order * _UNIT + inside).flatten(1)[:, :heads].contiguous()
+    return windows, states, cells
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
