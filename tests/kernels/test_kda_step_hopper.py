@@ -60,9 +60,9 @@ def run(
     return out
 
 
-@pytest.mark.parametrize(("copied", "warps"), [(False, 4), (True, 4), (True, 8)])
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
-def test_kernel_is_its_reference(lower_bound: float | None, copied: bool, warps: int) -> None:
+def test_kernel_is_its_reference(lower_bound: float | None, copied: bool) -> None:
     """Cells in any order, padding in between, memory that is nobody's full of NaN."""
     pytest.importorskip("triton.experimental.gluon")
     torch.manual_seed(1)
@@ -89,7 +89,7 @@ def test_kernel_is_its_reference(lower_bound: float | None, copied: bool, warps:
     want_windows, want_states = windows.double(), states.double()
     want = kda_decode_reference(*(x.double() for x in args), wide, want_windows, want_states, cells)
     alone = windows.clone(), states.clone()
-    got = run(weights, args, (windows, states), cells, copied=copied, warps=warps)
+    got = run(weights, args, (windows, states), cells, copied=copied)
     assert not got[list(padding)].any(), "padding gets zeros"
     for b in set(range(batch)) - set(padding):
         assert (got[b] - want[b]).norm() <= 4e-3 * want[b].norm(), b
@@ -99,7 +99,7 @@ def test_kernel_is_its_reference(lower_bound: float | None, copied: bool, warps:
     assert states[untouched].isnan().all()
     assert windows[untouched].isnan().all()
     # Its neighbours change no bit of a sequence.
-    single = run(weights, [x[2:3] for x in args], alone, cells[2:3], copied=copied, warps=warps)
+    single = run(weights, [x[2:3] for x in args], alone, cells[2:3], copied=copied)
     assert torch.equal(single, got[2:3])
     assert torch.equal(alone[1][cells[2]], states[cells[2]])
 
