@@ -116,6 +116,10 @@ def test_what_the_kernel_does_not_take() -> None:
     odd = torch.zeros(3, KEY * KEY + 2)[:, : KEY * KEY].view(3, KEY, KEY)
     assert not hopper_steps(qkv, weights, windows, odd), "states at 65,544 bytes"
     assert not hopper_steps(qkv, weights, windows, states.transpose(1, 2))
+    odd = torch.zeros(3, 9 * KEY + 8).bfloat16()[:, : 9 * KEY].view(3, 3, 3, KEY)
+    assert not hopper_steps(qkv, weights, odd, states), "windows at 2,320 bytes"
+    odd = torch.zeros(3 * 9 * KEY + 8).bfloat16()[8:].view(3, 3, 3, KEY)
+    assert not hopper_steps(qkv, weights, odd, states), "windows 16 bytes off"
 
 
 def test_decode_takes_it_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
