@@ -29,6 +29,7 @@ from benchmarks.tensor_split import Ranks, fill_part, part_of, split_kernels
 from k3vl.config import parse_config
 from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.case import ratio_of_norms
+from k3vl.kernels.bench.timing import ColdCache
 from k3vl.kernels.choice import choose, reference_kernels
 from k3vl.kernels.recording import EagerRunner, GraphRunner
 from k3vl.lm.batch import Row, build_batch
@@ -49,7 +50,7 @@ CHAIN = 50
 """All-reduces of a graph, one behind the other; of a whole prompt's rows fewer."""
 ALLOWED = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """Ratio of norms of a divided layer's results and the whole one's."""
-_FLUSH, _AHEAD = 256 << 20, 5_000_000
+_AHEAD = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +166,12 @@ def spans_us(step: Callable[[], object], count: int) -> list[float]:
     if not torch.cuda.is_available():
         return [_seconds_on_cpu(step) * 1e6 for _ in range(count)]
     together = torch.zeros(1, device="cuda")
-    flush = torch.empty(_FLUSH, dtype=torch.int8, device="cuda")
+    cool = ColdCache()
     for _ in range(3):
         step()
     marks = []
     for _ in range(count):
-        flush.zero_()
+        cool()
         torch.cuda._sleep(_AHEAD)  # the host is ahead of the device
         dist.all_reduce(together)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
