@@ -77,10 +77,12 @@ def kda_decode(
     *,
     hopper: bool = True,
     copied: bool = False,
+    warps: int = 4,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.kda.kda_decode`.
 
-    For measurements: in Triton without ``hopper``; with it, states stored by the copy engine.
+    For measurements: in Triton without ``hopper``; with it, states stored by the copy engine,
+    and other numbers of warps.
     """
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
@@ -92,7 +94,8 @@ def kda_decode(
     units, bounded, early = batch * heads, weights.lower_bound is not None, begins_early(qkv)
     args = step_arguments((qkv, gate, decay, write), weights, windows, states, cells, out)
     if hopper and hopper_runs(qkv.device) and hopper_steps(qkv, weights, windows, states):
-        hopper_step(args, states, units, bounded=bounded, early=early, copied=copied)
+        how: dict[str, Any] = {"bounded": bounded, "early": early, "copied": copied}
+        hopper_step(args, states, units, **how, warps=warps)
         return out
     kda_step_kernel[(units,)](
         *args,

@@ -17,9 +17,6 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
-_WINDOW_ALIGNMENT = 16
-"""Elements: of a window's strides and its first address, for copies of 16 bytes a thread."""
-
 _PARTS = 2
 """In which a state is fetched, so that the first is read while the other is on its way."""
 
@@ -37,8 +34,6 @@ def hopper_steps(
         and states.shape[-1] == KEY
         and weights.conv.shape[1] == WIDTH
         and weights.conv.dtype == torch.float32
-        and not any(n % _WINDOW_ALIGNMENT for n in windows.stride()[:-1])
-        and not windows.data_ptr() % (_WINDOW_ALIGNMENT * windows.itemsize)
         and windows.stride(-1) == states.stride(-1) == 1
         and states.stride(1) == KEY
         and not states.stride(0) * states.itemsize % _COPY_ALIGNMENT
@@ -54,6 +49,7 @@ def hopper_step(
     bounded: bool,
     early: bool,
     copied: bool = False,
+    warps: int = 4,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -65,10 +61,11 @@ def hopper_step(
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
         copied: states go back by the copy engine, not by threads.
+        warps: of a program, 4 or 8.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
     constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "BOUNDED": bounded, "PDL": early}
-    constants |= {"COPIED": copied}
+    constants |= {"COPIED": copied, "WARPS": warps}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
     block = [1, KEY // _PARTS, KEY]
@@ -80,5 +77,6 @@ def hopper_step(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": _REGISTERS, "launch_pdl": early}
+    registers = _REGISTERS if warps == 4 else 80
+    options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": early}
     kernel[(units,)](pool, *args, **constants, **options)

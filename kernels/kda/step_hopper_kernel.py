@@ -9,11 +9,6 @@ programs where it held two.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-    async_copy_global_to_shared,
-    commit_group,
-    wait_group,
-)
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from k3vl.kernels.gluon_parts import (
@@ -53,14 +48,11 @@ def vectors(K: gl.constexpr):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     m_row = ()
     m_sum = ()
-    m_half = ()
     for _ in gl.static_range(6):
         m_row = m_row + (gl.allocate_shared_memory(gl.float32, [K], FLAT),)  # noqa: RUF005
     for _ in gl.static_range(3):
         m_sum = m_sum + (gl.allocate_shared_memory(gl.float32, [4], FLAT),)  # noqa: RUF005
-    for _ in gl.static_range(5):
-        m_half = m_half + (gl.allocate_shared_memory(gl.bfloat16, [K], FLAT),)  # noqa: RUF005
-    return m_row, m_sum, m_half
+    return m_row, m_sum
 
 
 @gluon.jit
@@ -77,26 +69,13 @@ def weighed(taps, b_conv, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def begin_window(p_window, s_tap, s_stream, m_tap, K: gl.constexpr):
-    """Have the nine rows of a window brought to ``m_tap`` [16 K]."""
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_r = gl.arange(0, 16, gl.SliceLayout(1, T))
-    o_c = gl.arange(0, K, gl.SliceLayout(0, T))
-    p_row = p_window + (o_r // 3 * s_stream + o_r % 3 * s_tap)[:, None] + o_c[None, :]
-    async_copy_global_to_shared(
-        m_tap.reshape([16, K]), p_row, mask=(o_r < 9)[:, None] & (o_c < K)[None, :]
-    )
-    commit_group()
-
-
-@gluon.jit
-def taps_of(m_tap, m_x, STREAM: gl.constexpr, K: gl.constexpr, P: gl.constexpr):
+def taps_of(p_x, p_window, s_tap, o_k):
     """The last four inputs of every channel, oldest first."""
     return (
-        m_tap.slice(3 * STREAM * K, K).load(P),
-        m_tap.slice((3 * STREAM + 1) * K, K).load(P),
-        m_tap.slice((3 * STREAM + 2) * K, K).load(P),
-        m_x.load(P),
+        gl.load(p_window + o_k),
+        gl.load(p_window + s_tap + o_k),
+        gl.load(p_window + 2 * s_tap + o_k),
+        gl.load(p_x + o_k),
     )
 
 
@@ -114,92 +93,83 @@ def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K:
 
 
 @gluon.jit
-def row_of_head(
-    qkv, gate, decay, write, conv, a_log, dt_bias, o_norm, column, i_h, H,
-    K: gl.constexpr,
-):  # fmt: skip
-    """All that is read without knowing where the head's state lies; asked for, not used."""
-    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    o_k = column + gl.arange(0, K, P)
-    x = (gl.load(qkv + o_k), gl.load(qkv + H * K + o_k), gl.load(qkv + 2 * H * K + o_k))
-    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
-    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
-    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
-    b_conv = (
-        gl.load(p_conv), gl.load(p_conv + H * K * 4), gl.load(p_conv + 2 * H * K * 4)
-    )  # fmt: skip
-    gates = (gl.load(decay + o_k), gl.load(dt_bias + o_k), gl.load(gate + o_k))
-    norm = gl.load(o_norm + gl.arange(0, K, P))
-    return x, b_conv, gates, norm, gl.load(a_log + i_h), gl.load(write + i_h)
-
-
-@gluon.jit
 def advance(
     pool,
-    cell,
+    row,
+    buffer,
     landed,
-    given,
+    m_row,
+    m_sum,
+    qkv,
+    gate,
+    decay,
+    write,
+    conv,
+    a_log,
+    dt_bias,
+    o_norm,
     p_window,
     p_state,
-    p_out,
+    out,
+    s_qkv,
+    s_gate,
+    s_decay,
+    s_write,
     s_tap,
     s_stream,
     eps,
     lower_bound,
+    H,
+    i_b,
+    i_h,
     K: gl.constexpr,
     PARTS: gl.constexpr,
     BOUNDED: gl.constexpr,
     COPIED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
-    Vectors have a channel a thread; shared memory brings them to where the state's rows and columns
-    are. Keys and queries get their length last: of q~ = q / |q| the mixture is ``(S^T q) / |q|``,
-    so the threads meet once before the state is read.
+    Vectors have a channel a thread; ``m_row`` brings them to where the state's rows and columns
+    are. Keys and queries get their length last: of q~ = q / |q| the mixture is
+    ``(S^T q) / |q|``, so the threads meet once before the state is read.
     """
-    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [1, 4], [1, 0])
+    P: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [WARPS // 4, 4], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    PART: gl.constexpr = 16
-    HELD: gl.constexpr = K // PARTS
-    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
-    x, b_conv, gates, norm, rate, beta = given
+    PART: gl.constexpr = 4 * WARPS
     o_k = gl.arange(0, K, P)
-    # Before the state, behind which it would wait: more is done with it.
-    m_tap = gl.allocate_shared_memory(gl.bfloat16, [16 * K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    begin_window(p_window, s_tap, s_stream, m_tap, K)
-    buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
-    for i in gl.static_range(PARTS):
-        mbarrier.expect(landed.index(i), HELD * K * 4)
-    for i in gl.static_range(PARTS):
-        begin_copy(pool, [cell, i * HELD, 0], landed.index(i), buffer.index(i))
-    meet()
-    # By way of shared memory, or the assembler waits for what was asked for before it begins them.
-    m_row, m_sum, m_half = vectors(K)
-    for i in gl.static_range(3):
-        m_half[i].store(x[i])
-    m_half[3].store(gates[0])
-    m_half[4].store(gates[2])
-    wait_group(0)
-    meet()
-    logits = m_half[3].load(P).to(gl.float32) + gates[1]
-    alpha = decay_factor(logits, gl.exp(rate), lower_bound, BOUNDED)
-    m_row[2].store(alpha)
-    m_row[5].store(norm * sigmoid(m_half[4].load(P).to(gl.float32)))
-    q_taps = taps_of(m_tap, m_half[0], 0, K, P)
-    k_taps = taps_of(m_tap, m_half[1], 1, K, P)
-    v_taps = taps_of(m_tap, m_half[2], 2, K, P)
-    beta = sigmoid(beta.to(gl.float32))
-    b_q = weighed(q_taps, b_conv[0], P)
-    b_k = weighed(k_taps, b_conv[1], P)
+    column = i_h * K
+    x = qkv + i_b * s_qkv + column
+    q_taps = taps_of(x, p_window, s_tap, o_k)
+    k_taps = taps_of(x + H * K, p_window + s_stream, s_tap, o_k)
+    v_taps = taps_of(x + 2 * H * K, p_window + 2 * s_stream, s_tap, o_k)
+    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
+    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
+    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
+    q_conv = gl.load(p_conv)
+    k_conv = gl.load(p_conv + H * K * 4)
+    v_conv = gl.load(p_conv + 2 * H * K * 4)
+    logits = gl.load(decay + i_b * s_decay + column + o_k).to(gl.float32)
+    bias = gl.load(dt_bias + column + o_k)
+    open_to = gl.load(gate + i_b * s_gate + column + o_k).to(gl.float32)
+    norm = gl.load(o_norm + o_k)
+    rate = gl.exp(gl.load(a_log + i_h))
+    beta = sigmoid(gl.load(write + i_b * s_write + i_h).to(gl.float32))
+
+    b_q = weighed(q_taps, q_conv, P)
+    b_k = weighed(k_taps, k_conv, P)
+    alpha = decay_factor(logits + bias, rate, lower_bound, BOUNDED)
     written = beta * b_k
     m_row[0].store(b_k * alpha)
     m_row[1].store(b_q * alpha)
+    m_row[2].store(alpha)
     m_row[3].store(written)
-    m_row[4].store(weighed(v_taps, b_conv[2], P))
+    m_row[4].store(weighed(v_taps, v_conv, P))
+    m_row[5].store(norm * sigmoid(open_to))
     m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
     m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
     m_sum[2].store(gl.sum(gl.reshape(b_q * written, [4, K // 4]), 1))
@@ -212,6 +182,7 @@ def advance(
     k_scale = gl.rsqrt(gl.sum(m_sum[1].load(ALL), 0) + 1e-6)
     overlap = gl.sum(m_sum[2].load(ALL), 0) * q_scale * k_scale
 
+    HELD: gl.constexpr = K // PARTS
     by_k = gl.zeros([PART, K], gl.float32, S)
     by_q = gl.zeros([PART, K], gl.float32, S)
     for i in gl.static_range(K // PART):
@@ -223,12 +194,8 @@ def advance(
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
-    # Before the state is stored, behind which it would wait.
-    scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
-    y = o * scale * m_row[5].load(COLUMN)
-    o_v = gl.arange(0, K, COLUMN)
-    gl.store(p_out + o_v, y.to(p_out.dtype.element_ty))
     step = k_scale * u
+    o_v = gl.arange(0, K, COLUMN)
     if COPIED:
         for i in gl.static_range(PARTS):
             kept = m_row[2].slice(i * HELD, HELD).load(ROW)
@@ -238,9 +205,7 @@ def advance(
             held(buffer, i * HELD, HELD, HELD, K).store(b_s)
             fence_async_shared()
             meet()
-            begin_store(pool, [cell, i * HELD, 0], buffer.index(i))
-        # From the first of them on nothing may ask for shared memory: it would get the buffer's.
-        wait_for_stores(0)
+            begin_store(pool, [row, i * HELD, 0], buffer.index(i))
     else:
         o_r = gl.arange(0, PART, ROW)
         p_tile = p_state + o_r[:, None] * K + o_v[None, :]
@@ -250,6 +215,12 @@ def advance(
             added = m_row[3].slice(i * PART, PART).load(ROW)
             b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
             gl.store(p_tile + i * PART * K, b_s)
+    scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
+    y = o * scale * m_row[5].load(COLUMN)
+    gl.store(out + i_b * H * K + column + o_v, y.to(out.dtype.element_ty))
+    if COPIED:
+        # The buffer has to last until it has been read.
+        wait_for_stores(0)
 
 
 @gluon.jit
@@ -284,13 +255,15 @@ def kda_step_hopper_kernel(
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
     COPIED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
     ``pool`` describes blocks [1, K / PARTS, K] of ``states``: the first are read while others are
     on their way. For the rest see ``kda_step_kernel``.
     """
-    V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
+    V: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if PDL:
         let_next_begin()
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
@@ -301,20 +274,24 @@ def kda_step_hopper_kernel(
         wait_for_inputs()
     i_b = (gl.program_id(0) // H).to(gl.int64)
     i_h = gl.program_id(0) % H
-    column = i_h * K
     cell = gl.load(cells + i_b * s_cells + i_h)
-    given = row_of_head(
-        qkv + i_b * s_qkv, gate + i_b * s_gate, decay + i_b * s_decay, write + i_b * s_write,
-        conv, a_log, dt_bias, o_norm, column, i_h, H, K,
-    )  # fmt: skip
-    p_out = out + i_b * H * K + column
-    # Or the compiler asks for the row where it is used.
-    meet()
     if cell >= 0:
+        HELD: gl.constexpr = K // PARTS
+        buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
+        for i in gl.static_range(PARTS):
+            mbarrier.expect(landed.index(i), HELD * K * 4)
+            begin_copy(pool, [cell.to(gl.int32), i * HELD, 0], landed.index(i), buffer.index(i))
+        # Or the assembler begins it when the loads that come next have been waited for.
+        meet()
+        m_row, m_sum = vectors(K)
         advance(
-            pool, cell.to(gl.int32), landed, given, windows + cell * s_window,
-            states + cell * s_state, p_out, s_tap, s_stream, eps, lower_bound, K, PARTS, BOUNDED,
-            COPIED,
+            pool, cell.to(gl.int32), buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv,
+            a_log, dt_bias, o_norm,
+            windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
+            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, BOUNDED,
+            COPIED, WARPS,
         )  # fmt: skip
     else:
-        gl.store(p_out + gl.arange(0, K, V), gl.zeros([K], out.dtype.element_ty, V))
+        o_v = gl.arange(0, K, V)
+        zero = gl.zeros([K], out.dtype.element_ty, V)
+        gl.store(out + i_b * H * K + i_h * K + o_v, zero)
