@@ -20,10 +20,14 @@ _LOAD_ALIGNMENT = 16
 
 
 class ClusterShape(NamedTuple):
-    """Multiprocessors of a token and warps of each; 32 warps in all."""
+    """Multiprocessors of a token and warps of each, 32 warps in all; how often they meet.
+
+    Once: for as many rows as ``gram_kernel`` takes, on eight.
+    """
 
     multiprocessors: int = 8
     warps: int = 4
+    meetings: int = 2
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -59,8 +63,13 @@ def cluster_mix(
     """
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
-    constants = {"D": width, "R": depth, "CLUSTER": shape.multiprocessors, "PDL": early}
-    from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
+    constants = {"D": width, "R": depth, "PDL": early}
+    if shape.meetings == 1:
+        from k3vl.kernels.attn_residual.gram_kernel import attn_residual_gram_kernel as kernel
+    else:
+        from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
+
+        constants["CLUSTER"] = shape.multiprocessors
 
     if launch is not None:
         launch(kernel, (tokens, 1, 1), *args, **constants)

@@ -84,9 +84,10 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         f"a token on {shape.multiprocessors} multiprocessors, {shape.warps} warps": {
             "cluster": shape
         }
-        for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
+        for shape in (ClusterShape(8, 4),)
     }
-    return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
+    ways["eight multiprocessors, one meeting"] = {"cluster": ClusterShape(meetings=1)}
+    return {**ways, "in Triton, 8 warps": {"warps": 8}}
 
 
 def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:

@@ -8,8 +8,13 @@ fails.
 from __future__ import annotations
 
 import re
+import struct
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.kernels.ptx_lanes_on_cpu import product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +37,12 @@ class Thread:
         }
 
     def value(self, name: str) -> Any:
-        return self.registers[name] if name in self.registers else int(name)
+        return self.registers[name] if name in self.registers else int(name, 0)
+
+    def real(self, name: str) -> Any:
+        """A float32, or one whose bits a register has."""
+        x = self.value(name)
+        return x if isinstance(x, float) else struct.unpack("f", struct.pack("I", x))[0]
 
     def address(self, text: str) -> Any:
         """Of ``[register + offset]``; ``mapa`` gives pairs of multiprocessor and address."""
@@ -52,18 +62,25 @@ class Cluster:
 
     def run(self, text: str, *inputs: list[Any]) -> list[Any]:
         """``$0`` of every thread; ``inputs`` are ``$1`` and so on, a value for every thread."""
-        for i, values in enumerate(inputs):
+        return self.run_for(1, text, *inputs)[0]
+
+    def run_for(self, outputs: int, text: str, *inputs: list[Any]) -> list[list[Any]]:
+        """The same with more results, whose numbers come before those of ``inputs``."""
+        for i, values in enumerate(inputs, outputs):
             for thread, value in zip(self.threads, values, strict=True):
-                thread.registers[f"${1 + i}"] = value
+                thread.registers[f"${i}"] = value
         for statement in re.split(r";\s*", re.sub(r"\bagain:", "", text.strip("{} \n"))):
             if statement.strip():
                 self._take(statement.strip())
-        return [thread.registers["$0"] for thread in self.threads]
+        return [[thread.registers[f"${i}"] for thread in self.threads] for i in range(outputs)]
 
     def _take(self, statement: str) -> None:
         when, name, rest = re.fullmatch(r"(?:@(!?\w+)\s+)?(\S+)\s*(.*)", statement, re.S).groups()
-        operands = [x.strip() for x in rest.split(",")]
-        if name in (".reg", ".shared", "bra") or name.startswith(("fence", "barrier.cluster")):
+        operands = [x.strip() for x in re.findall(r"\{.*?\}|[^,{}]+", rest, re.S) if x.strip()]
+        if name.startswith((".", "bra", "fence", "barrier.cluster", "bar.sync")):
+            return
+        if name.startswith("mma.sync"):
+            self._product(operands)
             return
         given = [t.registers.get(operands[1]) for t in self.threads] if "shfl" in name else []
         for index, thread in enumerate(self.threads):
@@ -76,8 +93,13 @@ class Cluster:
         to, value = thread.registers, thread.value
         simple: dict[str, Callable[[], Any]] = {
             "mov.u32": lambda: value(operands[1]),
+            "mov.b32": lambda: value(operands[1]),
             "mov.f32": lambda: value(operands[1]),
+            "shl.b32": lambda: value(operands[1]) << value(operands[2]) & 0xFFFFFFFF,
+            "shr.u32": lambda: value(operands[1]) >> value(operands[2]),
             "add.u32": lambda: value(operands[1]) + value(operands[2]),
+            "sub.rn.f32": lambda: thread.real(operands[1]) - thread.real(operands[2]),
+            "cvt.rn.bf16x2.f32": lambda: bfloat16(*map(thread.real, operands[1:])),
             "add.rn.f32": lambda: value(operands[1]) + value(operands[2]),
             "mad.lo.u32": lambda: value(operands[1]) * value(operands[2]) + value(operands[3]),
             "and.b32": lambda: value(operands[1]) & value(operands[2]),
@@ -86,23 +108,55 @@ class Cluster:
             "selp.f32": lambda: value(operands[1] if value(operands[3]) else operands[2]),
             "shfl.sync.bfly.b32": lambda: given[index ^ int(operands[2])],
             "shfl.sync.idx.b32": lambda: given[index - index % 32 + int(operands[2])],
-            "mapa.shared::cluster.u32": lambda: (int(operands[2]), value(operands[1])),
-            "ld.shared::cta.f32": lambda: self.memory[thread.rank][thread.address(operands[1])],
+            "mapa.shared::cluster.u32": lambda: (value(operands[2]), value(operands[1])),
         }
         if name in simple:
             to[operands[0]] = simple[name]()
+        elif name.startswith("ld.shared::cta."):
+            where = thread.address(operands[1])
+            for i, register in enumerate(names_of(operands[0])):
+                to[register] = self.memory[thread.rank][where + 4 * i]
+        elif name.startswith("st.shared::cta."):
+            self._write(thread.rank, thread.address(operands[0]), operands[1], thread)
         elif name == "mbarrier.init.shared::cta.b64":
             assert operands[1] == "1"
         elif name == "mbarrier.arrive.expect_tx.shared::cta.b64":
             self.expected[thread.rank][thread.address(operands[1])] += int(operands[2])
-        elif name == "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32":
+        elif re.fullmatch(r"st\.async\.\S+::bytes(\.v4)?\.f32", name):
             (rank, where), (same, barrier) = (thread.address(operands[i]) for i in (0, 2))
             assert rank == same
-            assert where not in self.memory[rank], "two threads write one place"
-            self.memory[rank][where] = value(operands[1])
-            self.arrived[rank][barrier] += 4
+            self.arrived[rank][barrier] += self._write(rank, where, operands[1], thread)
         else:
             assert name == "mbarrier.try_wait.parity.shared::cta.b64", name
             where = thread.address(operands[1])
             assert self.expected[thread.rank][where] == self.arrived[thread.rank][where] > 0
             to[operands[0]] = True
+
+    def _write(self, rank: int, where: int, registers: str, thread: Thread) -> int:
+        """How many bytes."""
+        for i, register in enumerate(names_of(registers)):
+            assert where + 4 * i not in self.memory[rank], "two threads write one place"
+            self.memory[rank][where + 4 * i] = thread.value(register)
+        return 4 * len(names_of(registers))
+
+    def _product(self, operands: list[str]) -> None:
+        """16 x 8 x 16 of every warp."""
+        to, *given = map(names_of, operands)
+        left, right, sums = (
+            [torch.tensor([t.value(name) for t in self.threads]) for name in names]
+            for names in given
+        )
+        for name, values in zip(to, product(left, right, sums), strict=True):
+            for thread, value in zip(self.threads, values.tolist(), strict=True):
+                thread.registers[name] = value
+
+
+def names_of(registers: str) -> list[str]:
+    """Of one register, or of ``{a, b}``."""
+    return [x.strip() for x in registers.strip("{}").split(",")]
+
+
+def bfloat16(upper: float, lower: float) -> int:
+    """Two numbers, rounded, in a word."""
+    pair = torch.tensor([lower, upper]).bfloat16().view(torch.int16).tolist()
+    return (pair[0] & 0xFFFF) | (pair[1] & 0xFFFF) << 16

@@ -1,0 +1,375 @@
+"""The mixture of few tokens for compute capability 9.0, in Gluon, with one exchange instead of two.
+
+As ``cluster_kernel.py``, but tensor cores multiply all rows with each other and with the query.
+With G the products of rows and w the weights of the mixture, the square of the mixture is w G w:
+so what the norm needs is known before there is a mixture, and multiprocessors need not meet again.
+"""
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
+# mypy: disable-error-code="unreachable"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from k3vl.kernels.attn_residual.cluster_kernel import COLUMNS_8, LANES_8, from_lane, join_chain
+from k3vl.kernels.kda.hopper_kernels import widen
+
+MOST = 9
+"""Rows: eight, and one beside the query."""
+
+_CLUSTER, _WARPS = 8, 4
+_OWN = 16
+"""Where in the room the sums of the own warps lie: 16 bytes of every thread."""
+_TOLD = _OWN + 16 * 32 * _WARPS
+"""Sums of all multiprocessors: 16 bytes of every lane."""
+_QUERY = _TOLD + 16 * 32 * _CLUSTER
+"""The query as bfloat16, then what that left of it, as bfloat16."""
+_REST = _QUERY + 2048 + 64
+_SIZE = _REST + 2048
+
+
+def _open() -> str:
+    """Room for what is exchanged behind its barrier; the answer is its address."""
+    return f"""{{
+    .shared .align 16 .b8 room[{_SIZE}];
+    .reg .pred one;
+    .reg .u32 thread;
+    mov.u32 $0, room;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 one, thread, 0;
+    @one mbarrier.init.shared::cta.b64 [$0], 1;
+    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {16 * 32 * _CLUSTER};
+    @one fence.mbarrier_init.release.cluster;
+    barrier.cluster.arrive.relaxed.aligned;
+    }}"""
+
+
+def _keep() -> str:
+    """Eight columns of the query, each thread, to the room, in two times 8 bits."""
+    pairs = "".join(
+        f"""
+    cvt.rn.bf16x2.f32 high{i}, ${3 + 2 * i}, ${2 + 2 * i};
+    shl.b32 back, high{i}, 16;
+    sub.rn.f32 left, ${2 + 2 * i}, back;
+    and.b32 back, high{i}, 0xffff0000;
+    sub.rn.f32 right, ${3 + 2 * i}, back;
+    cvt.rn.bf16x2.f32 low{i}, right, left;"""
+        for i in range(4)
+    )
+    return f"""{{
+    .reg .b32 back, high0, high1, high2, high3, low0, low1, low2, low3;
+    .reg .f32 left, right;{pairs}
+    mov.u32 $0, %tid.x;
+    mad.lo.u32 $0, $0, 16, $1;
+    st.shared::cta.v4.b32 [$0 + {_QUERY}], {{high0, high1, high2, high3}};
+    st.shared::cta.v4.b32 [$0 + {_REST}], {{low0, low1, low2, low3}};
+    bar.sync 0;
+    }}"""
+
+
+def _multiply(chunk: int) -> str:
+    """32 columns of a warp, in two products of 16 for each half of the second operand.
+
+    A lane has, of row lane / 4 and of the one eight below, eight columns: which of the 32 these are
+    is the same for all rows, and so does not matter to a sum over all of them.
+    """
+    products = "".join(
+        f"""
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+        {{{_names(8 * half + 4 * tile)}}}, {{${32 + 2 * half}, b{2 * half}, ${33 + 2 * half}, b{
+            2 * half + 1
+        }}}, {{{right}}}, {{{_names(16 + 8 * half + 4 * tile)}}};"""
+        for half in range(2)
+        for tile, right in enumerate(
+            (f"${32 + 2 * half}, ${33 + 2 * half}", f"b{2 * half}, b{2 * half + 1}")
+        )
+    )
+    below = "".join(f"\n    mov.b32 b{i}, ${36 + i};" for i in range(4))
+    return f"""{{
+    .reg .pred asks;
+    .reg .b32 b0, b1, b2, b3;{below}
+    setp.ne.u32 asks, $40, 0;
+    @asks ld.shared::cta.v4.b32 {{b0, b1, b2, b3}}, [$40 + {256 * chunk}];{products}
+    }}"""
+
+
+def _names(first: int) -> str:
+    return ", ".join(f"${first + i}" for i in range(4))
+
+
+def _add(base: str, begin: int, count: int) -> str:
+    """Four numbers of a lane, added up in their order, which is the same for all who do."""
+    lines = f"\n    ld.shared::cta.v4.f32 {{s0, s1, s2, s3}}, [{base} + {begin}];"
+    for i in range(1, count):
+        lines += f"\n    ld.shared::cta.v4.f32 {{o0, o1, o2, o3}}, [{base} + {begin + 512 * i}];"
+        lines += "".join(f"\n    add.rn.f32 s{n}, s{n}, o{n};" for n in range(4))
+    return lines
+
+
+def _tell() -> str:
+    """Warps add their multiprocessor's numbers, and each tells them to two of the cluster."""
+    send = "".join(
+        f"""
+    mad.lo.u32 peer, warp, 2, {i};
+    mapa.shared::cluster.u32 there, here, peer;
+    mapa.shared::cluster.u32 told, $1, peer;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32
+        [there], {{s0, s1, s2, s3}}, [told];"""
+        for i in range(_CLUSTER // _WARPS)
+    )
+    return f"""{{
+    .reg .u32 here, there, told, thread, warp, peer;
+    .reg .f32 s0, s1, s2, s3, o0, o1, o2, o3;
+    mov.u32 thread, %tid.x;
+    mad.lo.u32 here, thread, 16, $1;
+    st.shared::cta.v4.f32 [here + {_OWN}], {{$2, $3, $4, $5}};
+    bar.sync 0;
+    and.b32 $0, thread, 31;
+    mad.lo.u32 $0, $0, 16, $1;{_add("$0", _OWN, _WARPS)}
+    shr.u32 warp, thread, 5;
+    mov.u32 here, %cluster_ctarank;
+    mad.lo.u32 here, here, 512, $0;
+    add.u32 here, here, {_TOLD};
+    barrier.cluster.wait.acquire.aligned;{send}
+    }}"""
+
+
+def _hear() -> str:
+    """A lane's four numbers, over all warps of all multiprocessors, the same in all of them."""
+    return f"""{{
+    .reg .pred done;
+    .reg .f32 s0, s1, s2, s3, o0, o1, o2, o3;
+    again:
+    mbarrier.try_wait.parity.shared::cta.b64 done, [$4], 0;
+    @!done bra again;{_add("$5", _TOLD, _CLUSTER)}
+    mov.f32 $0, s0;
+    mov.f32 $1, s1;
+    mov.f32 $2, s2;
+    mov.f32 $3, s3;
+    }}"""
+
+
+def _load(kind: str, count: int) -> str:
+    """Numbers from an address, in fours; zeros where the second operand is 0."""
+    zeros = "".join(f"\n    mov.b32 ${i}, 0;" for i in range(count))
+    loads = "".join(
+        f"\n    @asks ld.global.v4.{kind} {{{_names(i)}}}, [${count} + {4 * i}];"
+        for i in range(0, count, 4)
+    )
+    return f"""{{
+    .reg .pred asks;
+    setp.ne.u32 asks, ${count + 1}, 0;{zeros}{loads}
+    }}"""
+
+
+OPEN, KEEP, TELL, HEAR = (gl.constexpr(text()) for text in (_open, _keep, _tell, _hear))
+MULTIPLY = gl.constexpr(tuple(_multiply(chunk) for chunk in range(8)))
+MULTIPLY_TYPES = gl.constexpr(
+    ",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["r"] * 9)
+)
+QUERY, REST = gl.constexpr(_QUERY), gl.constexpr(_REST)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LOAD_ROW, LOAD_QUERY = gl.constexpr(_load("b32", 4)), gl.constexpr(_load("f32", 8))
+
+
+@gluon.jit
+def open_room(o_l):
+    """Address of the cluster's room, in every thread."""
+    return gl.inline_asm_elementwise(OPEN, "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_row(pointers, live):
+    """Eight columns of a row behind each pointer, as four words."""
+    return gl.inline_asm_elementwise(
+        LOAD_ROW,
+        "=&r,=&r,=&r,=&r,l,r",
+        [pointers, live],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_query(pointers, live):
+    """Eight columns of the query behind each pointer."""
+    return gl.inline_asm_elementwise(
+        LOAD_QUERY,
+        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,l,r",
+        [pointers, live],
+        dtype=(
+            gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def keep_query(room, b_query):
+    """Every thread's eight columns of the query to the room, where all warps find them."""
+    return gl.inline_asm_elementwise(
+        KEEP, "=&r,r,f,f,f,f,f,f,f,f", (room,) + b_query, dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def multiply(sums, upper, lower, p_query, CHUNK: gl.constexpr):
+    """Sums of products of rows, and of the query in place of some of the lower ones."""
+    return gl.inline_asm_elementwise(
+        MULTIPLY[CHUNK],
+        MULTIPLY_TYPES,
+        sums + upper + lower + (p_query,),
+        dtype=(
+            gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def tell(room, numbers):
+    """Four numbers of every thread to all multiprocessors; the answer is where a lane's lie."""
+    return gl.inline_asm_elementwise(
+        TELL, "=&r,r,f,f,f,f", (room,) + numbers, dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def hear(room, place):
+    """Sums over multiprocessors and warps of what was told, in all of them."""
+    return gl.inline_asm_elementwise(
+        HEAR,
+        "=&f,=&f,=&f,=&f,r,r",
+        [room, place],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def of_lane(x, lane):
+    """What the lane has that each names."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        "=f,f,r",
+        [x, lane],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr):
+    """Sums over the columns of a warp, four numbers of each lane (g, q) = (lane / 4, lane % 4).
+
+    Rows g and 2 q; g and 2 q + 1; g with row 8 (q = 0) or the query (q = 1); row 8 with the same
+    (g = 0). ``at``: warp, lane, and columns that threads keep of the query, as offsets and live.
+    """
+    o_w, o_l, p_kept, kept = at
+    g = o_l // 4
+    column = o_w * 32 + o_l % 4 * 8
+    p_upper = p_rows + (g * s_row + column)
+    p_lower = p_rows + (8 * s_row + column)
+    upper = ()
+    lower = ()
+    for c in gl.static_range((PART + 127) // 128):
+        live = column < PART - 128 * c
+        upper = upper + (load_row(p_upper + 128 * c, (live & (g < R)).to(gl.int32)),)
+        lower = lower + (load_row(p_lower + 128 * c, (live & (g < R - 8)).to(gl.int32)),)
+    room = open_room(o_l)
+    keep_query(room, load_query(p_kept, kept.to(gl.int32)))
+    p_query = gl.where(g == 2, QUERY, gl.where(g == 3, REST, -room)) + room
+    p_query += gl.where((g == 2) | (g == 3), column * 2, 0)
+    zero = o_l * 0.0
+    s = (zero,) * 16
+    for c in gl.static_range((PART + 127) // 128):
+        s = multiply(s, upper[c], lower[c], p_query, c)
+    numbers = (s[0] + s[8], s[1] + s[9], s[4] + s[12] + (s[5] + s[13]))
+    return room, numbers + (s[6] + s[14] + (s[7] + s[15]),)
+
+
+@gluon.jit
+def attn_residual_gram_kernel(
+    rows,
+    query,
+    norm,
+    out,
+    s_row,
+    s_token,
+    eps,
+    D: gl.constexpr,
+    R: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One cluster mixes the R rows of one token.
+
+    A tensor is [8, 4, 32, 8], of multiprocessors, warps, lanes, and columns of a lane; without the
+    last, a number in every thread.
+    """
+    PART: gl.constexpr = D // 8
+    i_n = gl.program_id(0).to(gl.int64)
+    o_c = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LANES_8)))[:, None, None]
+    o_w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LANES_8)))[None, :, None]
+    o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LANES_8)))[None, None, :]
+    o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS_8))))
+    o_w = o_w + (o_c * 0 + o_l * 0)
+    o_l = o_l + o_w * 0
+    within = o_w * 256 + o_l * 8
+    begin = within + o_c * PART
+    o_d = begin[:, :, :, None] + o_e[None, None, None, :]
+    inside = (within < PART)[:, :, :, None] & (o_e < 8)[None, None, None, :]
+    if PDL:
+        o_l = join_chain(o_l)
+    p_rows = rows + i_n * s_token
+    at = (o_w, o_l, query + begin, within < PART)
+    room, numbers = products(p_rows + o_c * PART, s_row, at, R, PART)
+    place = tell(room, numbers)
+    # Threads have what they multiplied, but not all rows of a column: these come from the L1 cache.
+    x = ()
+    for r in gl.static_range(R):
+        x = x + (gl.load(p_rows + (r * s_row + o_d), mask=inside, other=0.0),)  # noqa: RUF005
+    b_norm = gl.load(norm + o_d, mask=inside, other=0.0)
+    even, odd, beside, last = hear(room, place)
+    g = o_l // 4
+    own = of_lane(gl.where(g % 2 == 0, even, odd), g * 4 + g // 2)
+    # Of powers of two, not of e.
+    score = of_lane(beside, g * 4 + 1) * (gl.rsqrt(own / D + eps) * LOG2_E)
+    score = gl.where(g < R, score, float("-inf"))
+    scores = ()
+    for r in gl.static_range(R if R < 8 else 8):
+        scores = scores + (from_lane(score, 4 * r),)  # noqa: RUF005
+    own = from_lane(last, 0)
+    if R > 8:
+        scores = scores + (from_lane(last, 1) * (gl.rsqrt(own / D + eps) * LOG2_E),)  # noqa: RUF005
+    highest = scores[0]
+    for r in gl.static_range(1, R):
+        highest = gl.maximum(highest, scores[r])
+    weight = gl.exp2(score - highest)
+    square = gl.exp2(of_lane(score, o_l % 4 * 8) - highest) * even
+    square += gl.exp2(of_lane(score, o_l % 4 * 8 + 4) - highest) * odd
+    total = gl.zeros_like(highest)
+    mixed = gl.zeros([8, 4, 32, 8], gl.float32, COLUMNS_8)
+    if R > 8:
+        ninth = gl.exp2(scores[R - 1] - highest)
+        square += gl.where(o_l % 4 == 0, 2.0 * ninth * beside, 0.0)
+        square = square * weight + gl.where(o_l == 0, ninth * ninth * own, 0.0)
+    else:
+        square = square * weight
+    square = gl.sum(square, 2)[:, :, None]
+    for r in gl.static_range(R):
+        weight = gl.exp2(scores[r] - highest)
+        total += weight
+        mixed += weight[:, :, :, None] * widen(x[r])
+    # Nobody divides by ``total``: the norm has no use for a factor, but for eps.
+    scale = gl.rsqrt(gl.maximum(square, 0.0) / D + eps * total * total)
+    y = mixed * scale[:, :, :, None] * widen(b_norm)
+    gl.store(out + i_n * D + o_d, y.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,150 @@
+"""The Gluon kernel of attention residuals that meets once, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_mix
+from tests.kernels.ptx_on_cpu import Cluster
+from tests.kernels.test_attn_residual_cluster import NAN, exactly
+
+pytest.importorskip("triton.experimental.gluon")
+
+from k3vl.kernels.attn_residual import gram_kernel as gram
+
+LANES = torch.arange(32)
+
+
+class Room:
+    """Stand-ins for the kernel's machine language, over all threads of a cluster at once."""
+
+    def __init__(self) -> None:
+        self.query: dict[int, torch.Tensor] = {}
+        self.told: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def load(pointers: Any, live: torch.Tensor) -> torch.Tensor:
+        """Eight columns a thread; zeros where it has none."""
+        at = torch.as_tensor(pointers.at).expand(live.shape)[..., None] + torch.arange(8)
+        flat, where, _ = type(pointers)(pointers.tensor, at).cells(live[..., None] > 0)
+        return torch.where(live[..., None] > 0, flat[where.long()], 0)
+
+    def keep(self, _room: Any, query: torch.Tensor) -> None:
+        high = query.bfloat16().float()
+        for begin, part in ((gram.QUERY.value, high), (gram.REST.value, query - high)):
+            self.query[begin] = part.bfloat16().float().flatten(1)
+
+    def multiply(
+        self,
+        sums: tuple[torch.Tensor, ...],
+        upper: torch.Tensor,
+        lower: torch.Tensor,
+        p_query: torch.Tensor,
+        chunk: int,
+    ) -> tuple[torch.Tensor, ...]:
+        upper, lower = upper.float(), lower.float().clone()
+        for begin, kept in self.query.items():
+            asks = (p_query >= begin) & (p_query < begin + 2048)
+            column = ((p_query - begin) // 2 + 128 * chunk)[..., None] + torch.arange(8)
+            column = column.clamp(0, kept.shape[1] - 1).flatten(1).long()
+            lower = torch.where(asks[..., None], kept.gather(1, column).view(lower.shape), lower)
+        rows = torch.cat([x.unflatten(2, (8, 4)).flatten(3) for x in (upper, lower)], 2)
+        square = rows @ rows.mT  # [8, 4, 16, 16]
+        g, q = LANES // 4, LANES % 4 * 2
+        at = [(g + below, q + 8 * right + odd) for right in (0, 1) for below in (0, 8) for odd in (0, 1)]
+        new = [square[:, :, row, column] for row, column in at]
+        return tuple(old + add for old, add in zip(sums, new, strict=False)) + sums[8:]
+
+    def tell(self, _room: Any, numbers: tuple[torch.Tensor, ...]) -> None:
+        self.told = tuple(x.sum((0, 1), keepdim=True).expand(x.shape) for x in numbers)
+
+    def names(self) -> dict[str, Any]:
+        return {
+            "open_room": lambda lanes: torch.zeros_like(lanes),
+            "join_chain": lambda x: x,
+            "load_row": self.load,
+            "load_query": self.load,
+            "keep_query": self.keep,
+            "multiply": self.multiply,
+            "tell": self.tell,
+            "hear": lambda *_: self.told,
+            "of_lane": lambda x, lane: x.gather(-1, lane.long().expand(x.shape)),
+            "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
+        }
+
+
+@pytest.mark.parametrize(
+    ("depth", "width"), [(1, 64), (2, 192), (9, 7168), (8, 8192), (9, 1088), (5, 512), (3, 4160)]
+)
+def test_kernel_is_its_reference(depth: int, width: int) -> None:
+    from tests.kernels.gluon_on_cpu import launch
+
+    def on_cpu(kernel, grid, *args, **constants) -> None:
+        launch(kernel, grid, *args, stand_ins=Room().names(), **constants)
+
+    tokens = 2
+    query, norm = torch.randn(width) / 4, (torch.rand(width) + 0.5).bfloat16()
+    rows = torch.full((depth, tokens, width + 8), NAN).bfloat16()[..., :width]
+    rows.copy_(torch.randn(depth, tokens, width))
+    want = exactly(rows.double(), query.double(), norm.double())
+    out = torch.full((tokens, width), NAN).bfloat16()
+    shape = ClusterShape(meetings=1)
+    cluster_mix(rows, query, norm, 1e-5, out, shape, early=True, launch=on_cpu)
+    assert (out - want).norm() <= 4e-3 * want.norm()
+
+
+def words(rows: torch.Tensor) -> list[list[int]]:
+    """[threads, 8] bfloat16 as four words of every thread."""
+    pairs = rows.bfloat16().contiguous().view(torch.int32)
+    return [[x & 0xFFFFFFFF for x in column] for column in pairs.T.tolist()]
+
+
+def test_products_of_rows_and_of_the_query() -> None:
+    """Machine code of all threads of a cluster, from the query in registers to products."""
+    cluster = Cluster(8, 128)
+    room = cluster.run(gram.OPEN.value, [0] * 1024)
+    query = torch.randint(-100, 100, (8, 1024)) / 64.0 + 2**-12
+    cluster.run(gram.KEEP.value, room, *query.view(1024, 8).T.tolist())
+    lane, chunk = LANES.repeat(32), 5
+    upper, lower = torch.randint(-8, 8, (2, 1024, 8)).float()
+    lower[lane // 4 > 0] = 0.0
+    begin = torch.arange(1024) % 128 // 32 * 64 + lane % 4 * 16 + room[0]
+    asks = torch.where(lane // 4 == 2, gram.QUERY.value, 0)
+    asks = torch.where(lane // 4 == 3, gram.REST.value, asks)
+    asks = torch.where(asks > 0, asks + begin, 0).tolist()
+    before = [[float(i)] * 1024 for i in range(16)]
+    got = cluster.run_for(
+        16, gram.MULTIPLY.value[chunk], *before, *words(upper), *words(lower), asks
+    )
+    for i in range(16):
+        cluster_sums = torch.tensor(got[i]).view(8, 4, 32) - i
+        got[i] = cluster_sums
+    sums = [got[i] + got[8 + i] for i in range(8)]
+    rows = torch.cat([x.view(8, 4, 8, 4, 8).flatten(3) for x in (upper, lower)], 2)
+    columns = query[:, 128 * chunk :][:, :128].view(8, 4, 32)
+    for g, q in ((g, q) for g in range(8) for q in range(4)):
+        at = 4 * g + q
+        for odd in (0, 1):
+            want = (rows[:, :, g] * rows[:, :, 2 * q + odd]).sum(-1)
+            assert torch.equal(sums[odd][..., at], want)
+        ninth, eighth = rows[:, :, 8], sums[4][..., at] + sums[5][..., at]
+        last = sums[6][..., at] + sums[7][..., at]
+        if q == 0:
+            assert torch.equal(eighth, (rows[:, :, g] * ninth).sum(-1))
+            assert g or torch.equal(last, (ninth * ninth).sum(-1))
+        if q == 1:
+            torch.testing.assert_close(eighth, (rows[:, :, g] * columns).sum(-1))
+            if not g:
+                torch.testing.assert_close(last, (ninth * columns).sum(-1))
+
+
+def test_numbers_are_told_to_all() -> None:
+    cluster = Cluster(8, 128)
+    room = cluster.run(gram.OPEN.value, [0] * 1024)
+    x = torch.randint(0, 100, (4, 1024)).float()
+    place = cluster.run(gram.TELL.value, room, *x.tolist())
+    sums = cluster.run_for(4, gram.HEAR.value, room, place)
+    assert sums == x.view(4, 32, 32).sum(1).repeat(1, 32).tolist()
