@@ -130,9 +130,7 @@ def _fold(rows: int) -> str:
 OPEN = gl.constexpr(_open())
 EXCHANGES = gl.constexpr(tuple(_exchange(which, size) for size in (4, 8) for which in (0, 1)))
 FOLD = gl.constexpr(tuple(_fold(rows) for rows in range(1, SLOTS + 1)))
-FROM_LANE = gl.constexpr(
-    tuple(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;" for lane in range(32))
-)
+FROM_LANE = gl.constexpr(tuple(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;" for lane in range(32)))
 FOLD_TYPES = gl.constexpr(tuple("=&f" + 2 * rows * ",f" for rows in range(1, SLOTS + 1)))
 
 

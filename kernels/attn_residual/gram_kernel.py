@@ -11,7 +11,7 @@ so what the norm needs is known before there is a mixture, and multiprocessors n
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from k3vl.kernels.attn_residual.cluster_kernel import COLUMNS_8, LANES_8, from_lane, join_chain
+from k3vl.kernels.attn_residual.cluster_kernel import from_lane, join_chain
 from k3vl.kernels.kda.hopper_kernels import widen
 
 MOST = 9
@@ -28,14 +28,38 @@ _REST = _QUERY + 2048 + 64
 _SIZE = _REST + 2048
 
 
-def _open() -> str:
+def _columns(tokens: int) -> gl.BlockedLayout:
+    bases = [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    warps = [1, tokens * _WARPS, 1, 1]
+    return gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], warps, [3, 2, 1, 0], bases)
+
+
+# Here, as Triton 3.6 cannot compare layouts with such bases that were made inside of a kernel.
+_LAYOUTS = tuple(_columns(tokens) for tokens in (1, 2))
+COLUMNS_OF = gl.constexpr(_LAYOUTS)
+LANES_OF = gl.constexpr(tuple(gl.SliceLayout(3, layout) for layout in _LAYOUTS))
+
+
+def _thread(tokens: int) -> str:
+    """``thread``: among those of its token; ``meeting``: their barrier."""
+    if tokens == 1:
+        return "mov.u32 thread, %tid.x;\n    mov.u32 meeting, 1;"
+    return """mov.u32 thread, %tid.x;
+    shr.u32 meeting, thread, 7;
+    add.u32 meeting, meeting, 1;
+    and.b32 thread, thread, 127;"""
+
+
+def _open(tokens: int) -> str:
     """Room for what is exchanged behind its barrier; the answer is its address."""
     return f"""{{
-    .shared .align 16 .b8 room[{_SIZE}];
+    .shared .align 16 .b8 room[{tokens * _SIZE}];
     .reg .pred one;
-    .reg .u32 thread;
+    .reg .u32 thread, meeting;
+    {_thread(tokens)}
     mov.u32 $0, room;
-    mov.u32 thread, %tid.x;
+    mad.lo.u32 $0, meeting, {_SIZE}, $0;
+    sub.u32 $0, $0, {_SIZE};
     setp.eq.u32 one, thread, 0;
     @one mbarrier.init.shared::cta.b64 [$0], 1;
     @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {16 * 32 * _CLUSTER};
@@ -44,7 +68,7 @@ def _open() -> str:
     }}"""
 
 
-def _keep() -> str:
+def _keep(tokens: int) -> str:
     """Eight columns of the query, each thread, to the room, in two times 8 bits."""
     pairs = "".join(
         f"""
@@ -58,12 +82,13 @@ def _keep() -> str:
     )
     return f"""{{
     .reg .b32 back, high0, high1, high2, high3, low0, low1, low2, low3;
+    .reg .u32 thread, meeting;
     .reg .f32 left, right;{pairs}
-    mov.u32 $0, %tid.x;
-    mad.lo.u32 $0, $0, 16, $1;
+    {_thread(tokens)}
+    mad.lo.u32 $0, thread, 16, $1;
     st.shared::cta.v4.b32 [$0 + {_QUERY}], {{high0, high1, high2, high3}};
     st.shared::cta.v4.b32 [$0 + {_REST}], {{low0, low1, low2, low3}};
-    bar.sync 0;
+    bar.sync meeting, {32 * _WARPS};
     }}"""
 
 
@@ -106,7 +131,7 @@ def _add(base: str, begin: int, count: int) -> str:
     return lines
 
 
-def _tell() -> str:
+def _tell(tokens: int) -> str:
     """Warps add their multiprocessor's numbers, and each tells them to two of the cluster."""
     send = "".join(
         f"""
@@ -118,12 +143,12 @@ def _tell() -> str:
         for i in range(_CLUSTER // _WARPS)
     )
     return f"""{{
-    .reg .u32 here, there, told, thread, warp, peer;
+    .reg .u32 here, there, told, thread, meeting, warp, peer;
     .reg .f32 s0, s1, s2, s3, o0, o1, o2, o3;
-    mov.u32 thread, %tid.x;
+    {_thread(tokens)}
     mad.lo.u32 here, thread, 16, $1;
     st.shared::cta.v4.f32 [here + {_OWN}], {{$2, $3, $4, $5}};
-    bar.sync 0;
+    bar.sync meeting, {32 * _WARPS};
     and.b32 $0, thread, 31;
     mad.lo.u32 $0, $0, 16, $1;{_add("$0", _OWN, _WARPS)}
     shr.u32 warp, thread, 5;
@@ -162,20 +187,23 @@ def _load(kind: str, count: int) -> str:
     }}"""
 
 
-OPEN, KEEP, TELL, HEAR = (gl.constexpr(text()) for text in (_open, _keep, _tell, _hear))
-MULTIPLY = gl.constexpr(tuple(_multiply(chunk) for chunk in range(8)))
-MULTIPLY_TYPES = gl.constexpr(
-    ",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["r"] * 9)
+OPEN, KEEP, TELL = (
+    gl.constexpr(tuple(text(tokens) for tokens in (1, 2))) for text in (_open, _keep, _tell)
 )
+HEAR = gl.constexpr(_hear())
+MULTIPLY = gl.constexpr(tuple(_multiply(chunk) for chunk in range(8)))
+MULTIPLY_TYPES = gl.constexpr(",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["r"] * 9))
 QUERY, REST = gl.constexpr(_QUERY), gl.constexpr(_REST)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOAD_ROW, LOAD_QUERY = gl.constexpr(_load("b32", 4)), gl.constexpr(_load("f32", 8))
 
 
 @gluon.jit
-def open_room(o_l):
-    """Address of the cluster's room, in every thread."""
-    return gl.inline_asm_elementwise(OPEN, "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1)
+def open_room(o_l, TOKENS: gl.constexpr):
+    """Address of the room of a token, in every thread."""
+    return gl.inline_asm_elementwise(
+        OPEN[TOKENS - 1], "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -208,10 +236,15 @@ def load_query(pointers, live):
 
 
 @gluon.jit
-def keep_query(room, b_query):
+def keep_query(room, b_query, TOKENS: gl.constexpr):
     """Every thread's eight columns of the query to the room, where all warps find them."""
     return gl.inline_asm_elementwise(
-        KEEP, "=&r,r,f,f,f,f,f,f,f,f", (room,) + b_query, dtype=gl.int32, is_pure=False, pack=1
+        KEEP[TOKENS - 1],
+        "=&r,r,f,f,f,f,f,f,f,f",
+        (room,) + b_query,
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -234,10 +267,10 @@ def multiply(sums, upper, lower, p_query, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def tell(room, numbers):
+def tell(room, numbers, TOKENS: gl.constexpr):
     """Four numbers of every thread to all multiprocessors; the answer is where a lane's lie."""
     return gl.inline_asm_elementwise(
-        TELL, "=&r,r,f,f,f,f", (room,) + numbers, dtype=gl.int32, is_pure=False, pack=1
+        TELL[TOKENS - 1], "=&r,r,f,f,f,f", (room,) + numbers, dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -249,6 +282,19 @@ def hear(room, place):
         "=&f,=&f,=&f,=&f,r,r",
         [room, place],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def ask(pointers):
+    """Have what lies there brought to the L2 cache: a hint, nothing is read."""
+    return gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
@@ -268,13 +314,13 @@ def of_lane(x, lane):
 
 
 @gluon.jit
-def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr):
+def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr, TOKENS: gl.constexpr):
     """Sums over the columns of a warp, four numbers of each lane (g, q) = (lane / 4, lane % 4).
 
     Rows g and 2 q; g and 2 q + 1; g with row 8 (q = 0) or the query (q = 1); row 8 with the same
-    (g = 0). ``at``: warp, lane, and columns that threads keep of the query, as offsets and live.
+    (g = 0). ``at``: warp, lane, whether there is a token, and columns of the query to be kept.
     """
-    o_w, o_l, p_kept, kept = at
+    o_w, o_l, there, p_kept, kept, p_norm, inside = at
     g = o_l // 4
     column = o_w * 32 + o_l % 4 * 8
     p_upper = p_rows + (g * s_row + column)
@@ -282,11 +328,12 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr):
     upper = ()
     lower = ()
     for c in gl.static_range((PART + 127) // 128):
-        live = column < PART - 128 * c
+        live = (column < PART - 128 * c) & there
         upper = upper + (load_row(p_upper + 128 * c, (live & (g < R)).to(gl.int32)),)
         lower = lower + (load_row(p_lower + 128 * c, (live & (g < R - 8)).to(gl.int32)),)
-    room = open_room(o_l)
-    keep_query(room, load_query(p_kept, kept.to(gl.int32)))
+    b_norm = gl.load(p_norm, mask=inside, other=0.0)
+    room = open_room(o_l, TOKENS)
+    keep_query(room, load_query(p_kept, kept.to(gl.int32)), TOKENS)
     p_query = gl.where(g == 2, QUERY, gl.where(g == 3, REST, -room)) + room
     p_query += gl.where((g == 2) | (g == 3), column * 2, 0)
     zero = o_l * 0.0
@@ -294,7 +341,24 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr):
     for c in gl.static_range((PART + 127) // 128):
         s = multiply(s, upper[c], lower[c], p_query, c)
     numbers = (s[0] + s[8], s[1] + s[9], s[4] + s[12] + (s[5] + s[13]))
-    return room, numbers + (s[6] + s[14] + (s[7] + s[15]),)
+    return room, numbers + (s[6] + s[14] + (s[7] + s[15]),), b_norm
+
+
+@gluon.jit
+def scores_of(sums, o_l, eps, D: gl.constexpr, R: gl.constexpr):
+    """Scores of all rows, in powers of two; of rows lane / 4 of the first eight; row 8's square."""
+    even, odd, beside, last = sums
+    g = o_l // 4
+    own = of_lane(gl.where(g % 2 == 0, even, odd), g * 4 + g // 2)
+    score = of_lane(beside, g * 4 + 1) * (gl.rsqrt(own / D + eps) * LOG2_E)
+    score = gl.where(g < R, score, float("-inf"))
+    scores = ()
+    for r in gl.static_range(R if R < 8 else 8):
+        scores = scores + (from_lane(score, 4 * r),)  # noqa: RUF005
+    own = from_lane(last, 0)
+    if R > 8:
+        scores = scores + (from_lane(last, 1) * (gl.rsqrt(own / D + eps) * LOG2_E),)  # noqa: RUF005
+    return scores, score, own
 
 
 @gluon.jit
@@ -306,65 +370,66 @@ def attn_residual_gram_kernel(
     s_row,
     s_token,
     eps,
+    N,
     D: gl.constexpr,
     R: gl.constexpr,
+    TOKENS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One cluster mixes the R rows of one token.
+    """One cluster mixes the R rows of each of TOKENS tokens, of N.
 
-    A tensor is [8, 4, 32, 8], of multiprocessors, warps, lanes, and columns of a lane; without the
-    last, a number in every thread.
+    A tensor is [8, 4 TOKENS, 32, 8], of multiprocessors, warps, lanes, and columns of a lane;
+    without the last, a number in every thread.
     """
     PART: gl.constexpr = D // 8
-    i_n = gl.program_id(0).to(gl.int64)
-    o_c = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LANES_8)))[:, None, None]
-    o_w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LANES_8)))[None, :, None]
-    o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LANES_8)))[None, None, :]
-    o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS_8))))
+    COLUMNS: gl.constexpr = COLUMNS_OF[TOKENS - 1]
+    LANES: gl.constexpr = LANES_OF[TOKENS - 1]
+    o_c = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
+    o_w = gl.arange(0, 4 * TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
+    o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS))))
     o_w = o_w + (o_c * 0 + o_l * 0)
     o_l = o_l + o_w * 0
+    i_n = gl.program_id(0).to(gl.int64) * TOKENS
+    there = o_l < 32
+    if TOKENS > 1:
+        i_n = i_n + o_w // 4
+        there = i_n < N
+        o_w = o_w % 4
     within = o_w * 256 + o_l * 8
     begin = within + o_c * PART
     o_d = begin[:, :, :, None] + o_e[None, None, None, :]
-    inside = (within < PART)[:, :, :, None] & (o_e < 8)[None, None, None, :]
+    kept = within < PART
+    inside = (kept & there)[:, :, :, None] & (o_e < 8)[None, None, None, :]
+    ask(query + gl.where(kept, begin, 0))
+    ask(norm + gl.where(kept, begin, 0))
     if PDL:
         o_l = join_chain(o_l)
-    p_rows = rows + i_n * s_token
-    at = (o_w, o_l, query + begin, within < PART)
-    room, numbers = products(p_rows + o_c * PART, s_row, at, R, PART)
-    place = tell(room, numbers)
+    at = (o_w, o_l, there, query + begin, kept, norm + o_d, inside)
+    p_rows = rows + i_n * s_token + o_c * PART
+    room, numbers, b_norm = products(p_rows, s_row, at, R, PART, TOKENS)
+    place = tell(room, numbers, TOKENS)
     # Threads have what they multiplied, but not all rows of a column: these come from the L1 cache.
     x = ()
     for r in gl.static_range(R):
-        x = x + (gl.load(p_rows + (r * s_row + o_d), mask=inside, other=0.0),)  # noqa: RUF005
-    b_norm = gl.load(norm + o_d, mask=inside, other=0.0)
-    even, odd, beside, last = hear(room, place)
-    g = o_l // 4
-    own = of_lane(gl.where(g % 2 == 0, even, odd), g * 4 + g // 2)
-    # Of powers of two, not of e.
-    score = of_lane(beside, g * 4 + 1) * (gl.rsqrt(own / D + eps) * LOG2_E)
-    score = gl.where(g < R, score, float("-inf"))
-    scores = ()
-    for r in gl.static_range(R if R < 8 else 8):
-        scores = scores + (from_lane(score, 4 * r),)  # noqa: RUF005
-    own = from_lane(last, 0)
-    if R > 8:
-        scores = scores + (from_lane(last, 1) * (gl.rsqrt(own / D + eps) * LOG2_E),)  # noqa: RUF005
+        p_x = (p_rows + within)[:, :, :, None] + (r * s_row + o_e[None, None, None, :])
+        x = x + (gl.load(p_x, mask=inside, other=0.0),)  # noqa: RUF005
+    sums = hear(room, place)
+    scores, score, own = scores_of(sums, o_l, eps, D, R)
     highest = scores[0]
     for r in gl.static_range(1, R):
         highest = gl.maximum(highest, scores[r])
-    weight = gl.exp2(score - highest)
-    square = gl.exp2(of_lane(score, o_l % 4 * 8) - highest) * even
-    square += gl.exp2(of_lane(score, o_l % 4 * 8 + 4) - highest) * odd
-    total = gl.zeros_like(highest)
-    mixed = gl.zeros([8, 4, 32, 8], gl.float32, COLUMNS_8)
+    square = gl.exp2(of_lane(score, o_l % 4 * 8) - highest) * sums[0]
+    square += gl.exp2(of_lane(score, o_l % 4 * 8 + 4) - highest) * sums[1]
     if R > 8:
         ninth = gl.exp2(scores[R - 1] - highest)
-        square += gl.where(o_l % 4 == 0, 2.0 * ninth * beside, 0.0)
-        square = square * weight + gl.where(o_l == 0, ninth * ninth * own, 0.0)
+        square += gl.where(o_l % 4 == 0, 2.0 * ninth * sums[2], 0.0)
+        square = square * gl.exp2(score - highest) + gl.where(o_l == 0, ninth * ninth * own, 0.0)
     else:
-        square = square * weight
+        square = square * gl.exp2(score - highest)
     square = gl.sum(square, 2)[:, :, None]
+    total = gl.zeros_like(highest)
+    mixed = gl.zeros([8, 4 * TOKENS, 32, 8], gl.float32, COLUMNS)
     for r in gl.static_range(R):
         weight = gl.exp2(scores[r] - highest)
         total += weight
@@ -372,4 +437,5 @@ def attn_residual_gram_kernel(
     # Nobody divides by ``total``: the norm has no use for a factor, but for eps.
     scale = gl.rsqrt(gl.maximum(square, 0.0) / D + eps * total * total)
     y = mixed * scale[:, :, :, None] * widen(b_norm)
-    gl.store(out + i_n * D + o_d, y.to(out.dtype.element_ty), mask=inside)
+    p_out = (out + i_n * D + begin)[:, :, :, None] + o_e[None, None, None, :]
+    gl.store(p_out, y.to(out.dtype.element_ty), mask=inside)

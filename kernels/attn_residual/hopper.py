@@ -28,6 +28,7 @@ class ClusterShape(NamedTuple):
     multiprocessors: int = 8
     warps: int = 4
     meetings: int = 2
+    tokens: int = 1
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -62,17 +63,24 @@ def cluster_mix(
     the device.
     """
     depth, tokens, width = rows.shape
+    programs = -(-tokens // shape.tokens)
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
     constants = {"D": width, "R": depth, "PDL": early}
     if shape.meetings == 1:
         from k3vl.kernels.attn_residual.gram_kernel import attn_residual_gram_kernel as kernel
+
+        constants["TOKENS"] = shape.tokens
+        args = (*args, tokens)
     else:
         from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 
         constants["CLUSTER"] = shape.multiprocessors
 
     if launch is not None:
-        launch(kernel, (tokens, 1, 1), *args, **constants)
+        launch(kernel, (programs, 1, 1), *args, **constants)
         return
-    how: dict[str, Any] = {"num_warps": shape.warps, "num_ctas": shape.multiprocessors}
-    kernel[(tokens,)](*args, **constants, **how, launch_pdl=early)
+    how: dict[str, Any] = {
+        "num_warps": shape.warps * shape.tokens,
+        "num_ctas": shape.multiprocessors,
+    }
+    kernel[(programs,)](*args, **constants, **how, launch_pdl=early)

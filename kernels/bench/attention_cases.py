@@ -86,7 +86,9 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
         }
         for shape in (ClusterShape(8, 4),)
     }
-    ways["eight multiprocessors, one meeting"] = {"cluster": ClusterShape(meetings=1)}
+    for together in (1, 2):
+        shape = ClusterShape(meetings=1, tokens=together)
+        ways[f"one meeting, {together} tokens a cluster"] = {"cluster": shape}
     return {**ways, "in Triton, 8 warps": {"warps": 8}}
 
 

@@ -97,6 +97,7 @@ class Cluster:
             "mov.f32": lambda: value(operands[1]),
             "shl.b32": lambda: value(operands[1]) << value(operands[2]) & 0xFFFFFFFF,
             "shr.u32": lambda: value(operands[1]) >> value(operands[2]),
+            "sub.u32": lambda: value(operands[1]) - value(operands[2]),
             "add.u32": lambda: value(operands[1]) + value(operands[2]),
             "sub.rn.f32": lambda: thread.real(operands[1]) - thread.real(operands[2]),
             "cvt.rn.bf16x2.f32": lambda: bfloat16(*map(thread.real, operands[1:])),
