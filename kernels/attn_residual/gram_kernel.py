@@ -47,6 +47,7 @@ def _thread(tokens: int) -> str:
     return """mov.u32 thread, %tid.x;
     shr.u32 meeting, thread, 7;
     add.u32 meeting, meeting, 1;
+    shfl.sync.idx.b32 meeting, meeting, 0, 31, -1;
     and.b32 thread, thread, 127;"""
 
 
@@ -241,7 +242,7 @@ def keep_query(room, b_query, TOKENS: gl.constexpr):
     return gl.inline_asm_elementwise(
         KEEP[TOKENS - 1],
         "=&r,r,f,f,f,f,f,f,f,f",
-        (room,) + b_query,
+        (room,) + b_query,  # noqa: RUF005
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -270,7 +271,12 @@ def multiply(sums, upper, lower, p_query, CHUNK: gl.constexpr):
 def tell(room, numbers, TOKENS: gl.constexpr):
     """Four numbers of every thread to all multiprocessors; the answer is where a lane's lie."""
     return gl.inline_asm_elementwise(
-        TELL[TOKENS - 1], "=&r,r,f,f,f,f", (room,) + numbers, dtype=gl.int32, is_pure=False, pack=1
+        TELL[TOKENS - 1],
+        "=&r,r,f,f,f,f",
+        (room,) + numbers,  # noqa: RUF005
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -283,6 +289,19 @@ def hear(room, place):
         [room, place],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
         is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def cluster_of(i):
+    """``i`` again, the number of the cluster, without the constants that a division would load."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x; shr.u32 $0, $0, 3;",
+        "=r,r",
+        [i],
+        dtype=gl.int32,
+        is_pure=True,
         pack=1,
     )
 
@@ -329,19 +348,19 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr, TOKENS: gl.
     lower = ()
     for c in gl.static_range((PART + 127) // 128):
         live = (column < PART - 128 * c) & there
-        upper = upper + (load_row(p_upper + 128 * c, (live & (g < R)).to(gl.int32)),)
-        lower = lower + (load_row(p_lower + 128 * c, (live & (g < R - 8)).to(gl.int32)),)
+        first, second = (live & (g < R)).to(gl.int32), (live & (g < R - 8)).to(gl.int32)
+        upper = upper + (load_row(p_upper + 128 * c, first),)  # noqa: RUF005
+        lower = lower + (load_row(p_lower + 128 * c, second),)  # noqa: RUF005
     b_norm = gl.load(p_norm, mask=inside, other=0.0)
     room = open_room(o_l, TOKENS)
     keep_query(room, load_query(p_kept, kept.to(gl.int32)), TOKENS)
     p_query = gl.where(g == 2, QUERY, gl.where(g == 3, REST, -room)) + room
     p_query += gl.where((g == 2) | (g == 3), column * 2, 0)
-    zero = o_l * 0.0
-    s = (zero,) * 16
+    s = (gl.zeros_like(o_l.to(gl.float32)),) * 16
     for c in gl.static_range((PART + 127) // 128):
         s = multiply(s, upper[c], lower[c], p_query, c)
-    numbers = (s[0] + s[8], s[1] + s[9], s[4] + s[12] + (s[5] + s[13]))
-    return room, numbers + (s[6] + s[14] + (s[7] + s[15]),), b_norm
+    beside, last = s[4] + s[12] + (s[5] + s[13]), s[6] + s[14] + (s[7] + s[15])
+    return room, (s[0] + s[8], s[1] + s[9], beside, last), b_norm
 
 
 @gluon.jit
@@ -390,7 +409,7 @@ def attn_residual_gram_kernel(
     o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS))))
     o_w = o_w + (o_c * 0 + o_l * 0)
     o_l = o_l + o_w * 0
-    i_n = gl.program_id(0).to(gl.int64) * TOKENS
+    i_n = cluster_of(gl.program_id(0)).to(gl.int64) * TOKENS
     there = o_l < 32
     if TOKENS > 1:
         i_n = i_n + o_w // 4
