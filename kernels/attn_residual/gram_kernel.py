@@ -22,10 +22,12 @@ _OWN = 16
 """Where in the room the sums of the own warps lie: 16 bytes of every thread."""
 _TOLD = _OWN + 16 * 32 * _WARPS
 """Sums of all multiprocessors: 16 bytes of every lane."""
-_QUERY = _TOLD + 16 * 32 * _CLUSTER
-"""The query as bfloat16, then what that left of it, as bfloat16."""
-_REST = _QUERY + 2048 + 64
-_SIZE = _REST + 2048
+_ROWS = _TOLD + 16 * 32 * _CLUSTER
+"""The rows, for who needs all of a column."""
+_STRIDE = 1792
+"""Bytes from row to row."""
+_SIZE = _ROWS + MOST * _STRIDE
+"""Of a token; behind all of them the query as bfloat16, then what that left of it."""
 
 
 def _columns(tokens: int) -> gl.BlockedLayout:
@@ -54,7 +56,7 @@ def _thread(tokens: int) -> str:
 def _open(tokens: int) -> str:
     """Room for what is exchanged behind its barrier; the answer is its address."""
     return f"""{{
-    .shared .align 16 .b8 room[{tokens * _SIZE}];
+    .shared .align 16 .b8 room[{tokens * _SIZE + 2 * _STRIDE}];
     .reg .pred one;
     .reg .u32 thread, meeting;
     {_thread(tokens)}
@@ -70,7 +72,10 @@ def _open(tokens: int) -> str:
 
 
 def _keep(tokens: int) -> str:
-    """Eight columns of the query, each thread, to the room, in two times 8 bits."""
+    """Eight columns of the query, each thread of the first token, in two times 8 bits.
+
+    That the cluster is there is waited for here, where the way of the query from memory hides it.
+    """
     pairs = "".join(
         f"""
     cvt.rn.bf16x2.f32 high{i}, ${3 + 2 * i}, ${2 + 2 * i};
@@ -82,41 +87,79 @@ def _keep(tokens: int) -> str:
         for i in range(4)
     )
     return f"""{{
+    .reg .pred one;
     .reg .b32 back, high0, high1, high2, high3, low0, low1, low2, low3;
-    .reg .u32 thread, meeting;
-    .reg .f32 left, right;{pairs}
-    {_thread(tokens)}
-    mad.lo.u32 $0, thread, 16, $1;
-    st.shared::cta.v4.b32 [$0 + {_QUERY}], {{high0, high1, high2, high3}};
-    st.shared::cta.v4.b32 [$0 + {_REST}], {{low0, low1, low2, low3}};
-    bar.sync meeting, {32 * _WARPS};
+    .reg .f32 left, right;
+    barrier.cluster.wait.acquire.aligned;{pairs}
+    mov.u32 $0, %tid.x;
+    setp.lt.u32 one, $0, {_STRIDE // 16};
+    mad.lo.u32 $0, $0, 16, $1;
+    @one st.shared::cta.v4.b32 [$0], {{high0, high1, high2, high3}};
+    @one st.shared::cta.v4.b32 [$0 + {_STRIDE}], {{low0, low1, low2, low3}};
+    bar.sync 0, {32 * _WARPS * tokens};
     }}"""
 
 
-def _multiply(chunk: int) -> str:
+def _put(chunk: int) -> str:
+    """What a lane has of its row, and where the third operand is not 0 of row 8."""
+    return f"""{{
+    .reg .pred asks;
+    mov.u32 $0, $2;
+    setp.ne.u32 asks, $2, 0;
+    st.shared::cta.v4.b32 [$1 + {256 * chunk}], {{{_names(3)}}};
+    @asks st.shared::cta.v4.b32 [$0 + {256 * chunk}], {{{_names(7)}}};
+    }}"""
+
+
+def _meet(tokens: int) -> str:
+    """The warps of a token."""
+    return f"""{{
+    .reg .u32 thread, meeting;
+    {_thread(tokens)}
+    bar.sync meeting, {32 * _WARPS};
+    mov.u32 $0, 0;
+    }}"""
+
+
+def _get(row: int) -> str:
+    """Eight columns of a row as float32."""
+    words = "".join(
+        f"""
+    shl.b32 ${2 * i}, w{i}, 16;
+    and.b32 ${2 * i + 1}, w{i}, 0xffff0000;"""
+        for i in range(4)
+    )
+    return f"""{{
+    .reg .b32 w0, w1, w2, w3;
+    ld.shared::cta.v4.b32 {{w0, w1, w2, w3}}, [$8 + {_ROWS + row * _STRIDE}];{words}
+    }}"""
+
+
+def _join(chunk: int) -> str:
+    """The lower rows, with eight columns of the query where the last operand is not 0."""
+    return f"""{{
+    .reg .pred asks;
+    setp.ne.u32 asks, $8, 0;
+    @asks ld.shared::cta.v4.b32 {{{_names(0)}}}, [$8 + {256 * chunk}];
+    }}"""
+
+
+def _multiply() -> str:
     """32 columns of a warp, in two products of 16 for each half of the second operand.
 
     A lane has, of row lane / 4 and of the one eight below, eight columns: which of the 32 these are
     is the same for all rows, and so does not matter to a sum over all of them.
     """
-    products = "".join(
-        f"""
+    text = ""
+    for half in (0, 1):
+        upper, lower = ([f"${first + 2 * half + i}" for i in (0, 1)] for first in (32, 36))
+        left = f"{upper[0]}, {lower[0]}, {upper[1]}, {lower[1]}"
+        for tile, right in enumerate((upper, lower)):
+            at = 8 * half + 4 * tile
+            text += f"""
     mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-        {{{_names(8 * half + 4 * tile)}}}, {{${32 + 2 * half}, b{2 * half}, ${33 + 2 * half}, b{
-            2 * half + 1
-        }}}, {{{right}}}, {{{_names(16 + 8 * half + 4 * tile)}}};"""
-        for half in range(2)
-        for tile, right in enumerate(
-            (f"${32 + 2 * half}, ${33 + 2 * half}", f"b{2 * half}, b{2 * half + 1}")
-        )
-    )
-    below = "".join(f"\n    mov.b32 b{i}, ${36 + i};" for i in range(4))
-    return f"""{{
-    .reg .pred asks;
-    .reg .b32 b0, b1, b2, b3;{below}
-    setp.ne.u32 asks, $40, 0;
-    @asks ld.shared::cta.v4.b32 {{b0, b1, b2, b3}}, [$40 + {256 * chunk}];{products}
-    }}"""
+        {{{_names(at)}}}, {{{left}}}, {{{", ".join(right)}}}, {{{_names(16 + at)}}};"""
+    return f"{{{text}\n    }}"
 
 
 def _names(first: int) -> str:
@@ -155,8 +198,7 @@ def _tell(tokens: int) -> str:
     shr.u32 warp, thread, 5;
     mov.u32 here, %cluster_ctarank;
     mad.lo.u32 here, here, 512, $0;
-    add.u32 here, here, {_TOLD};
-    barrier.cluster.wait.acquire.aligned;{send}
+    add.u32 here, here, {_TOLD};{send}
     }}"""
 
 
@@ -188,15 +230,18 @@ def _load(kind: str, count: int) -> str:
     }}"""
 
 
-OPEN, KEEP, TELL = (
-    gl.constexpr(tuple(text(tokens) for tokens in (1, 2))) for text in (_open, _keep, _tell)
+OPEN, KEEP, TELL, MEET = (
+    gl.constexpr(tuple(text(tokens) for tokens in (1, 2))) for text in (_open, _keep, _tell, _meet)
 )
 HEAR = gl.constexpr(_hear())
-MULTIPLY = gl.constexpr(tuple(_multiply(chunk) for chunk in range(8)))
-MULTIPLY_TYPES = gl.constexpr(",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["r"] * 9))
-QUERY, REST = gl.constexpr(_QUERY), gl.constexpr(_REST)
-LOG2_E = gl.constexpr(1.4426950408889634)
+JOIN = gl.constexpr(tuple(_join(chunk) for chunk in range(7)))
+MULTIPLY = gl.constexpr(_multiply())
+MULTIPLY_TYPES = gl.constexpr(",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["r"] * 8))
 LOAD_ROW, LOAD_QUERY = gl.constexpr(_load("b32", 4)), gl.constexpr(_load("f32", 8))
+LOG2_E = gl.constexpr(1.4426950408889634)
+SIZE, ROWS, STRIDE = gl.constexpr(_SIZE), gl.constexpr(_ROWS), gl.constexpr(_STRIDE)
+PUT = gl.constexpr(tuple(_put(chunk) for chunk in range(7)))
+GET = gl.constexpr(tuple(_get(row) for row in range(MOST)))
 
 
 @gluon.jit
@@ -250,12 +295,25 @@ def keep_query(room, b_query, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(sums, upper, lower, p_query, CHUNK: gl.constexpr):
-    """Sums of products of rows, and of the query in place of some of the lower ones."""
+def join_query(lower, p_query, CHUNK: gl.constexpr):
+    """The query in place of some of the lower rows."""
     return gl.inline_asm_elementwise(
-        MULTIPLY[CHUNK],
+        JOIN[CHUNK],
+        "=r,=r,=r,=r,0,1,2,3,r",
+        lower + (p_query,),  # noqa: RUF005
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def multiply(sums, upper, lower):
+    """Sums of products of all rows with all rows, in two halves."""
+    return gl.inline_asm_elementwise(
+        MULTIPLY,
         MULTIPLY_TYPES,
-        sums + upper + lower + (p_query,),
+        sums + upper + lower,
         dtype=(
             gl.float32, gl.float32, gl.float32, gl.float32,
             gl.float32, gl.float32, gl.float32, gl.float32,
@@ -265,6 +323,40 @@ def multiply(sums, upper, lower, p_query, CHUNK: gl.constexpr):
         is_pure=False,
         pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def put_rows(p_row, p_ninth, upper, lower, CHUNK: gl.constexpr):
+    """What each lane has of its row, and of row 8, to the room."""
+    return gl.inline_asm_elementwise(
+        PUT[CHUNK],
+        "=&r,r,r,r,r,r,r,r,r,r,r",
+        (p_row, p_ninth) + upper + lower,  # noqa: RUF005
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def meet_token(o_l, TOKENS: gl.constexpr):
+    """All warps of a token have come here."""
+    return gl.inline_asm_elementwise(
+        MEET[TOKENS - 1], "=r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def get_row(places, ROW: gl.constexpr):
+    """Columns of a row from the room; ``places`` says where, of a thread eight times the same."""
+    return gl.inline_asm_elementwise(
+        GET[ROW],
+        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r",
+        [places],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=8,
+    )
 
 
 @gluon.jit
@@ -339,7 +431,7 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr, TOKENS: gl.
     Rows g and 2 q; g and 2 q + 1; g with row 8 (q = 0) or the query (q = 1); row 8 with the same
     (g = 0). ``at``: warp, lane, whether there is a token, and columns of the query to be kept.
     """
-    o_w, o_l, there, p_kept, kept, p_norm, inside = at
+    o_w, half, o_l, there, p_kept, kept, p_norm, inside = at
     g = o_l // 4
     column = o_w * 32 + o_l % 4 * 8
     p_upper = p_rows + (g * s_row + column)
@@ -353,14 +445,26 @@ def products(p_rows, s_row, at, R: gl.constexpr, PART: gl.constexpr, TOKENS: gl.
         lower = lower + (load_row(p_lower + 128 * c, second),)  # noqa: RUF005
     b_norm = gl.load(p_norm, mask=inside, other=0.0)
     room = open_room(o_l, TOKENS)
-    keep_query(room, load_query(p_kept, kept.to(gl.int32)), TOKENS)
-    p_query = gl.where(g == 2, QUERY, gl.where(g == 3, REST, -room)) + room
-    p_query += gl.where((g == 2) | (g == 3), column * 2, 0)
+    room_of_all = room + (TOKENS * SIZE - half * SIZE)
+    keep_query(room_of_all, load_query(p_kept, kept.to(gl.int32)), TOKENS)
+    p_query = room_of_all + column * 2 + gl.where(g == 3, STRIDE, 0)
+    p_query = gl.where((g == 2) | (g == 3), p_query, 0)
+    # Two rows of 64 bytes at a time, in different banks.
+    p_row = room + ROWS + g * STRIDE + (column * 2 ^ g % 2 * 64)
+    p_ninth = gl.where(g < R - 8, room + (ROWS + 8 * STRIDE) + column * 2, 0)
     s = (gl.zeros_like(o_l.to(gl.float32)),) * 16
+    joined = ()
     for c in gl.static_range((PART + 127) // 128):
-        s = multiply(s, upper[c], lower[c], p_query, c)
+        joined = joined + (join_query(lower[c], p_query, c),)  # noqa: RUF005
+    for c in gl.static_range((PART + 127) // 128):
+        s = multiply(s, upper[c], joined[c])
     beside, last = s[4] + s[12] + (s[5] + s[13]), s[6] + s[14] + (s[7] + s[15])
-    return room, (s[0] + s[8], s[1] + s[9], beside, last), b_norm
+    place = tell(room, (s[0] + s[8], s[1] + s[9], beside, last), TOKENS)
+    # While the others are told: who mixes needs all rows of a column.
+    for c in gl.static_range((PART + 127) // 128):
+        put_rows(p_row, p_ninth, upper[c], joined[c], c)
+    meet_token(o_l, TOKENS)
+    return room, place, b_norm
 
 
 @gluon.jit
@@ -411,8 +515,10 @@ def attn_residual_gram_kernel(
     o_l = o_l + o_w * 0
     i_n = cluster_of(gl.program_id(0)).to(gl.int64) * TOKENS
     there = o_l < 32
+    half = 0
     if TOKENS > 1:
-        i_n = i_n + o_w // 4
+        half = o_w // 4
+        i_n = i_n + half
         there = i_n < N
         o_w = o_w % 4
     within = o_w * 256 + o_l * 8
@@ -424,15 +530,16 @@ def attn_residual_gram_kernel(
     ask(norm + gl.where(kept, begin, 0))
     if PDL:
         o_l = join_chain(o_l)
-    at = (o_w, o_l, there, query + begin, kept, norm + o_d, inside)
+    at = (o_w, half, o_l, there, query + begin, kept, norm + o_d, inside)
     p_rows = rows + i_n * s_token + o_c * PART
-    room, numbers, b_norm = products(p_rows, s_row, at, R, PART, TOKENS)
-    place = tell(room, numbers, TOKENS)
-    # Threads have what they multiplied, but not all rows of a column: these come from the L1 cache.
+    room, place, b_norm = products(p_rows, s_row, at, R, PART, TOKENS)
+    place_of = gl.where(kept, within * 2, 0)
+    eight_times = gl.where(o_e < 8, 0, 1)[None, None, None, :]
+    p_x = (room + place_of)[:, :, :, None] + eight_times
+    p_odd = (room + (place_of ^ 64))[:, :, :, None] + eight_times
     x = ()
     for r in gl.static_range(R):
-        p_x = (p_rows + within)[:, :, :, None] + (r * s_row + o_e[None, None, None, :])
-        x = x + (gl.load(p_x, mask=inside, other=0.0),)  # noqa: RUF005
+        x = x + (get_row(p_odd if r % 2 else p_x, r),)  # noqa: RUF005
     sums = hear(room, place)
     scores, score, own = scores_of(sums, o_l, eps, D, R)
     highest = scores[0]
@@ -452,7 +559,7 @@ def attn_residual_gram_kernel(
     for r in gl.static_range(R):
         weight = gl.exp2(scores[r] - highest)
         total += weight
-        mixed += weight[:, :, :, None] * widen(x[r])
+        mixed += weight[:, :, :, None] * x[r]
     # Nobody divides by ``total``: the norm has no use for a factor, but for eps.
     scale = gl.rsqrt(gl.maximum(square, 0.0) / D + eps * total * total)
     y = mixed * scale[:, :, :, None] * widen(b_norm)

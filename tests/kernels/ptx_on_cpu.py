@@ -105,6 +105,7 @@ class Cluster:
             "mad.lo.u32": lambda: value(operands[1]) * value(operands[2]) + value(operands[3]),
             "and.b32": lambda: value(operands[1]) & value(operands[2]),
             "setp.eq.u32": lambda: value(operands[1]) == value(operands[2]),
+            "setp.lt.u32": lambda: value(operands[1]) < value(operands[2]),
             "setp.ne.u32": lambda: value(operands[1]) != value(operands[2]),
             "selp.f32": lambda: value(operands[1] if value(operands[3]) else operands[2]),
             "shfl.sync.bfly.b32": lambda: given[index ^ int(operands[2])],
