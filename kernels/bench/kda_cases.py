@@ -134,10 +134,6 @@ def _decode_variants(
 
     ways: dict[str, Callable[[], Work]] = {
         "heads anywhere": partial(prepare, kda_decode, _anywhere),
-        **{
-            f"cells of {size:,} bytes": partial(prepare, kda_decode, partial(_in_units, cell=size))
-            for size in (68_096, 68_608, 69_632)
-        },
         "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
     }
     return {name: Peer(way) for name, way in ways.items()}
@@ -151,10 +147,10 @@ def _anywhere(batch: int, heads: int) -> Memory:
     return windows, states, cells
 
 
-def _in_units(batch: int, heads: int, cell: int = _CELL) -> Memory:
+def _in_units(batch: int, heads: int) -> Memory:
     """Room as the cache has it: a sequence's heads in units anywhere, those of a unit in a row."""
     units = -(-heads // _UNIT)
-    buffer = normal(batch * units * _UNIT, cell // 4, dtype=torch.float32)
+    buffer = normal(batch * units * _UNIT, _CELL // 4, dtype=torch.float32)
     states = buffer[:, : _K * _K].view(-1, _K, _K)
     windows = buffer.view(torch.bfloat16)[:, 2 * _K * _K :][:, : 9 * _K].view(-1, 3, 3, _K)
     windows.copy_(normal(*windows.shape))
