@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from k3vl.app.flags import count_option, device_option
+from k3vl.app.flags import count_option, device_option, ranks_option
 
 if TYPE_CHECKING:
     from k3vl.load import Device
@@ -58,6 +58,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 )
 @click.option("--commit", help="Of the code, where there is no repository.")
 @device_option
+@ranks_option
 def bench_slice(**values: Any) -> None:
     """Time the whole engine on a slice whose weights are drawn on the device.
 

@@ -288,7 +288,13 @@ def _engine(options: CaptionOptions) -> Engine:
     """Load the model, or reach the endpoint."""
     model, limits, policy = options.model, _limits(options), _policy(options)
     if model.base_url is None:
-        pipeline = Pipeline.load(model.model, device=model.device, limits=limits, policy=policy)
+        pipeline = Pipeline.load(
+            model.model,
+            device=model.device,
+            tensor_parallel=model.tensor_parallel,
+            limits=limits,
+            policy=policy,
+        )
         local = LocalEngine(
             pipeline,
             parallel=model.concurrency or LOCAL_PARALLEL,

@@ -208,6 +208,7 @@ def options_of(values: dict[str, Any]) -> CaptionOptions:
         model=ModelOptions(
             model=values["model"],
             device=values["device"],
+            tensor_parallel=values["tensor_parallel"],
             base_url=values["base_url"],
             api_key=values["api_key"],
             concurrency=values["concurrency"],

@@ -23,6 +23,7 @@ from k3vl.app.flags import (
     count_option,
     device_option,
     model_option,
+    ranks_option,
 )
 from k3vl.app.output import prepare_interrupt, prepare_streams
 from k3vl.errors import ConfigError, K3VLError
@@ -73,6 +74,7 @@ def cli() -> None:
 @caption_options
 @model_option
 @device_option
+@ranks_option
 def caption(**values: Any) -> None:
     """Caption pictures and clips.
 
@@ -103,6 +105,7 @@ def caption(**values: Any) -> None:
 @api_key_option
 @model_option
 @device_option
+@ranks_option
 def demo(
     host: str,
     port: int | None,
@@ -113,6 +116,7 @@ def demo(
     api_key: str | None,
     model: str,
     device: Device,
+    tensor_parallel: int,
 ) -> None:
     """Chat with the model in the browser.
 
@@ -124,6 +128,7 @@ def demo(
     settings = DemoSettings(
         model=model,
         device=device,
+        tensor_parallel=tensor_parallel,
         host=host,
         port=port,
         max_file_mb=max_file_mb,
@@ -162,6 +167,7 @@ def demo(
     help="Send clips as pictures with their times, or as clips.",
 )
 @device_option
+@ranks_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
 @click.option(
@@ -254,6 +260,7 @@ def serve(**options: Any) -> None:
 )
 @model_option
 @device_option
+@ranks_option
 @base_url_option
 @api_key_option
 @count_option("--in-flight", 16, "Questions in the works at once.")

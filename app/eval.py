@@ -56,6 +56,7 @@ class EvalOptions:
     answers: Path | None = None
     model: str = "demo"
     device: Device = "auto"
+    tensor_parallel: int = 1
     base_url: str | None = None
     api_key: str | None = None
     in_flight: int = 16
@@ -98,7 +99,9 @@ def _asked(stack: ExitStack, options: EvalOptions) -> Asked:
     if options.base_url is None:
         from k3vl.pipeline import Pipeline
 
-        pipeline = Pipeline.load(options.model, device=options.device)
+        pipeline = Pipeline.load(
+            options.model, device=options.device, tensor_parallel=options.tensor_parallel
+        )
         return LocalAsked(stack.enter_context(pipeline))
     from k3vl.app.inspect import media_config
     from k3vl.vision.processor import MediaProcessor

@@ -39,3 +39,10 @@ def count_option(
     """An option for a positive number."""
     kind = click.IntRange(min=least)
     return click.option(name, default=default, show_default=True, type=kind, help=text)
+
+
+ranks_option = count_option(
+    "--tensor-parallel",
+    1,
+    "GPUs of this host that share the model, each with a process of its own.",
+)

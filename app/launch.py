@@ -40,6 +40,7 @@ class ServeOptions:
     backend_model: str | None
     backend_video: VideoForm
     device: Device
+    tensor_parallel: int
     host: str
     port: int
     api_key: tuple[str, ...]
@@ -92,7 +93,12 @@ def open_engine(options: ServeOptions) -> Iterator[tuple[Engine, str, SamplingPa
         checkpoint = options.model or "demo"
         name = checkpoint if checkpoint == "demo" else Path(checkpoint).resolve().name
         sampling = load_sampling_defaults(checkpoint_path(checkpoint))
-        with Pipeline.load(checkpoint, device=options.device, policy=policy) as pipeline:
+        with Pipeline.load(
+            checkpoint,
+            device=options.device,
+            tensor_parallel=options.tensor_parallel,
+            policy=policy,
+        ) as pipeline:
             yield EmbeddedEngine(pipeline), name, sampling
         return
     engine, name = open_endpoint(

@@ -8,7 +8,7 @@ the logits are right; a slice whose logits are wrong is not timed.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -26,7 +26,9 @@ from k3vl.kernels.choice import choose, reference_kernels
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
 from k3vl.lm.engine import Engine, EngineConfig
+from k3vl.lm.mirrored import EngineParts, LeadingEngine, lead, require_ranks
 from k3vl.lm.moe import LatentMoE
+from k3vl.lm.ranks import part_of, split_kernels
 from k3vl.load import available_memory, choose_device
 from k3vl.synthetic import random_model, slice_config
 from k3vl.types import Prompt, SamplingParams
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from k3vl.kernels.choice import Kernels
     from k3vl.lm.backend import Token
     from k3vl.lm.model import K3Model
+    from k3vl.lm.ranks import Ranks
     from k3vl.load import Device
     from k3vl.types import EncoderItem
 
@@ -79,6 +82,7 @@ class SliceOptions:
         output: JSON lines are appended here.
         commit: of the code, where there is no repository.
         device: where it runs.
+        tensor_parallel: ranks that divide it; see :mod:`k3vl.lm.mirrored`.
         seed: of weights and prompts.
     """
 
@@ -93,6 +97,7 @@ class SliceOptions:
     output: Path | None = None
     commit: str | None = None
     device: Device = "auto"
+    tensor_parallel: int = 1
     seed: int = 0
 
 
@@ -136,21 +141,26 @@ def bench_slice(options: SliceOptions) -> Iterator[Measured]:
 def bench_config(config: TextConfig, options: SliceOptions) -> Iterator[Measured]:
     """The same of a configuration that need not be K3's; see :func:`bench_slice`."""
     device, dtype = choose_device(options.device)
+    require_ranks(options.tensor_parallel, device)
     kernels = choose(device, dtype)
     engine_config = _engine_config(config, options, dtype)
     _require_room(config, options, kernels, dtype, device, engine_config.cache_bytes)
-    model, error = _checked_model(config, options, kernels, dtype, device)
-    ceilings = _ceilings(device)
-    about = {
-        **describe(device, ceilings, commit=options.commit),
-        "implementation": f"k3vl, {kernels.name} kernels",
-        "error": error,
-    }
-    engine = Engine(model, _NoMedia(), engine_config, stop_ids=())
-    for row in _measure(engine, options, ceilings):
-        if options.output is not None:
-            append_lines(options.output, [{**about, **_line(row, config, options, ceilings)}])
-        yield row
+    want = _reference_logits(config, options, kernels, dtype, device)
+    build = partial(_build, config, options, engine_config)
+    with closing(_engine(build, options.tensor_parallel, device)) as engine:
+        error = _require_right(engine, want, options)
+        ceilings = _ceilings(device)
+        about = {
+            **describe(device, ceilings, commit=options.commit),
+            "implementation": f"k3vl, {kernels.name} kernels",
+            "error": error,
+        }
+        count = options.tensor_parallel
+        ceilings = Ceilings(bandwidth=count * ceilings.bandwidth, flops=count * ceilings.flops)
+        for row in _measure(engine, config, options, ceilings):
+            if options.output is not None:
+                append_lines(options.output, [{**about, **_line(row, config, options, ceilings)}])
+            yield row
 
 
 def config_of(options: SliceOptions) -> TextConfig:
@@ -172,7 +182,8 @@ def config_of(options: SliceOptions) -> TextConfig:
 def _engine_config(config: TextConfig, options: SliceOptions, dtype: torch.dtype) -> EngineConfig:
     """Room for the largest case and nothing else; nothing is reused."""
     page, batch = options.pass_tokens, max(options.decode, default=1)
-    sizes = plan_cache(config, dtype, budget_bytes=1 << 50, page_size=page)
+    own = part_of(config, options.tensor_parallel)
+    sizes = plan_cache(own, dtype, budget_bytes=1 << 50, page_size=page)
     decoding = sizes.pages(options.context + _most_new(batch, options)) + 1
     longest = sizes.pages(max(options.prefill, default=1) + 1)
     units = max(batch * (sizes.units_per_slot + decoding), sizes.units_per_slot + longest)
@@ -213,28 +224,60 @@ class _NoMedia:
 # ---------------------------------------------------------------------- right or wrong
 
 
-def _checked_model(
+def _reference_logits(
     config: TextConfig,
     options: SliceOptions,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[K3Model, float]:
-    """The slice, and its logits' error against plain PyTorch on the same weights."""
+) -> torch.Tensor:
+    """By plain PyTorch, of the whole slice; its memory is free again."""
     plain = reference_kernels("what a slice is checked against")
     if kernels.latent_moe_mxfp4 is None:  # the same draw gives other weights in the other form
         plain = replace(plain, latent_moe_mxfp4=None)
-    draw = partial(random_model, config, dtype=dtype, device=device, seed=options.seed)
-    with _same_experts(draw(plain), options.seed) as model:
-        want = _logits(model, options)
-    del model  # there is room for one
-    with _same_experts(draw(kernels), options.seed) as model:
-        got = _logits(model, options)
+    draw = partial(random_model, config, plain, dtype=dtype, device=device, seed=options.seed)
+    logits = _logits(draw(), options)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what sums over ranks go through is not torch's memory
+    return logits
+
+
+def _build(
+    config: TextConfig, options: SliceOptions, engine: EngineConfig, ranks: Ranks | None
+) -> EngineParts:
+    """The same weights for the kernels that are measured, or a rank's part of them."""
+    device, dtype = choose_device(options.device)
+    kernels = choose(device, dtype)
+    kernels = kernels if ranks is None else split_kernels(kernels, ranks)
+    model = random_model(
+        config, kernels, dtype=dtype, device=device, seed=options.seed, ranks=ranks
+    )
+    return EngineParts(model=model, encoder=_NoMedia(), config=engine)
+
+
+def _engine(
+    build: Callable[[Ranks | None], EngineParts], ranks: int, device: torch.device
+) -> Engine:
+    if ranks > 1:
+        return lead(ranks, build, device.type)
+    parts = build(None)
+    return Engine(parts.model, parts.encoder, parts.config, stop_ids=parts.stop_ids)
+
+
+def _require_right(engine: Engine, want: torch.Tensor, options: SliceOptions) -> float:
+    """The logits' error."""
+    work = partial(_engine_logits, options)
+    got = engine.everywhere(work) if isinstance(engine, LeadingEngine) else work(engine)
     rows = (got - want).norm(dim=-1) / want.norm(dim=-1)
     error = max(float(part.median()) for part in rows.split([_PROMPT, _DECODED]))
-    if not error < LIMITS[dtype]:
-        raise BackendError(f"logits are off by {error:.1e}, allowed are {LIMITS[dtype]:g}")
-    return model, error
+    limit = LIMITS[engine.model.embedding.dtype]
+    if not error < limit:
+        raise BackendError(f"logits are off by {error:.1e}, allowed are {limit:g}")
+    return error
+
+
+def _engine_logits(options: SliceOptions, engine: Engine) -> torch.Tensor:
+    return _logits(engine.model, options)
 
 
 @contextmanager
@@ -253,7 +296,12 @@ def _same_experts(model: K3Model, seed: int) -> Iterator[K3Model]:
 
 
 def _logits(model: K3Model, options: SliceOptions) -> torch.Tensor:
-    """All logits of a prompt, and of tokens decoded behind it; float64."""
+    """All logits of a prompt, and of tokens decoded behind it, with the same experts; float64."""
+    with _same_experts(model, options.seed):
+        return _all_logits(model, options)
+
+
+def _all_logits(model: K3Model, options: SliceOptions) -> torch.Tensor:
     dtype, device = model.embedding.dtype, model.embedding.device
     sizes = plan_cache(model.config, dtype, budget_bytes=1 << 50, page_size=64)
     sizes = replace(sizes, num_units=sizes.units_per_slot + 1)
@@ -282,11 +330,13 @@ def _prompt(tokens: int, vocab: int, seed: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------- time
 
 
-def _measure(engine: Engine, options: SliceOptions, ceilings: Ceilings) -> Iterator[Measured]:
-    model = engine.model
-    config, dtype = model.config, model.embedding.dtype
-    packed = model.experts == "mxfp4"
-    same = (options.layers, options.experts or 896, options.tiny) == (5, 896, False)
+def _measure(
+    engine: Engine, config: TextConfig, options: SliceOptions, ceilings: Ceilings
+) -> Iterator[Measured]:
+    """``config`` of the whole slice, and ceilings of all ranks together."""
+    dtype, packed = engine.model.embedding.dtype, engine.model.experts == "mxfp4"
+    measured = options.layers, options.experts or 896, options.tiny, options.tensor_parallel
+    same = measured == (5, 896, False, 1)
     for tokens in options.prefill:
         work = prefill_work(config, tokens, options.pass_tokens, dtype=dtype, packed=packed)
         yield Measured(
@@ -404,6 +454,8 @@ def _line(
     bytes_, flops = (sum(getattr(w, name) for w in row.work) for name in ("bytes", "flops"))
     kind = "tiny" if options.tiny else "K3"
     size = f"T{row.size}" if row.what == "prefill" else f"B{row.size} L{options.context}"
+    if options.tensor_parallel > 1:
+        size += f", {options.tensor_parallel} ranks"
     return {
         "op": f"slice_{row.what}",
         "shape": f"{options.layers} layers of {kind}, {config.num_experts} experts, {size}",

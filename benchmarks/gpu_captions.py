@@ -89,9 +89,9 @@ class Options:
     device: str = "cuda"
     dtype: str = "bfloat16"
     pictures: int = 2000
-    first_pictures: int = 768
+    first_pictures: int = 2000
     cpu_pictures: int = 32
-    rounds: int = 2
+    rounds: int = 4
     in_flight: tuple[int, ...] = (256,)
     cpu_in_flight: int = 16
     peer_batches: tuple[int, ...] = (64,)

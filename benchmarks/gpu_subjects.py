@@ -75,7 +75,6 @@ class Ours:
 
     def __init__(self, setting: Setting) -> None:
         self.pipeline = setting.pipeline()
-        self._media = _timed(self.pipeline.bulk_processor, "process")
 
     def facts(self) -> dict[str, Any]:
         """What runs, as JSON."""
@@ -93,7 +92,7 @@ class Ours:
 
     def captions(self, paths: list[Path], in_flight: int) -> dict[str, Any]:
         """Caption all; seconds, where they went, and what was said."""
-        before, self._media.seconds = self.pipeline.stats(), 0.0
+        before = self.pipeline.stats()
         begin = now()
         replies, times = [], [begin[0]]
         for reply in self.pipeline.replies(map(self._request, paths), in_flight=in_flight):
@@ -117,7 +116,6 @@ class Ours:
             "stage_seconds": stages,
             "engine_between_seconds": clock - in_stages - idle,
             "engine_idle_seconds": idle,
-            "media_seconds_of_all_threads": self._media.seconds,
             "steps": steps,
             "mean_running": (after.mean_running * after.steps - before.mean_running * before.steps)
             / max(1, steps),
@@ -176,23 +174,6 @@ def steady(times: list[float], in_flight: int) -> float:
     cut = in_flight if len(times) > 3 * in_flight else 0
     first, last = cut, len(times) - 1 - cut
     return float((last - first) / (times[last] - times[first]))
-
-
-class _timed:  # noqa: N801 - reads as a verb
-    """Adds up what a method takes on all threads."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.seconds = 0.0
-        method = getattr(owner, name)
-
-        def run(*args: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return method(*args)
-            finally:
-                self.seconds += time.perf_counter() - begin
-
-        setattr(owner, name, run)
 
 
 class Peer:

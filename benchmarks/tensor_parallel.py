@@ -5,7 +5,7 @@ r"""Do two GPUs of one host serve one user faster? Layers of K3, whole and divid
 
 Of every kind of layer (KDA with the dense MLP, KDA and MLA with experts) one decode step and one
 pass over a prompt, with its reads of the residual stream: whole on one GPU, and divided
-(``tensor_split.py``) with its sums by NCCL; decode steps are CUDA graphs. First both are compared,
+(``k3vl/lm/ranks.py``) with its sums by NCCL; decode steps are CUDA graphs. First both are compared,
 so what is timed is right. Beside them: the divided layer without its sums, and the sums alone, many
 in a graph. Times are medians of the slower rank. Without GPUs: ``--tiny``, by gloo, for its tests.
 """
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.tensor_split import Ranks, fill_part, part_of, split_kernels
 from k3vl.config import parse_config
 from k3vl.kernels.bench.about import append_lines, describe
 from k3vl.kernels.bench.case import ratio_of_norms
@@ -34,6 +33,7 @@ from k3vl.kernels.choice import choose, reference_kernels
 from k3vl.kernels.recording import EagerRunner, GraphRunner
 from k3vl.lm.batch import Row, build_batch
 from k3vl.lm.cache import HybridCache, plan_cache
+from k3vl.lm.ranks import Ranks, split_kernels
 from k3vl.load import choose_device
 from k3vl.synthetic import random_model, slice_config
 
@@ -51,6 +51,15 @@ CHAIN = 50
 ALLOWED = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """Ratio of norms of a divided layer's results and the whole one's."""
 _AHEAD = 5_000_000
+
+
+class Summing(Ranks):
+    """``adding`` False leaves sums out, to time what is left."""
+
+    adding = True
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        return super().add(x) if self.adding else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +228,7 @@ def sum_us(values: int, dtype: torch.dtype, count: int) -> float:
 
 
 def measure(
-    index: int, case: Case, whole: Held, part: Held, ranks: Ranks, count: int
+    index: int, case: Case, whole: Held, part: Held, ranks: Summing, count: int
 ) -> dict[str, Any]:
     """One layer in one case: all that a line of results says of it."""
     config, dtype = whole.model.config, whole.model.embedding.dtype
@@ -249,7 +258,7 @@ def measure(
     }
 
 
-def warm_up(helds: list[Held], case: Case, ranks: Ranks) -> None:
+def warm_up(helds: list[Held], case: Case, ranks: Summing) -> None:
     """Compile what a case needs, each rank beginning with another model; others find it done."""
     ranks.adding = False
     turn = dist.get_rank() % len(helds)
@@ -261,7 +270,7 @@ def warm_up(helds: list[Held], case: Case, ranks: Ranks) -> None:
     dist.barrier()
 
 
-def make(options: argparse.Namespace, cases: list[Case], ranks: Ranks) -> tuple[Held, Held]:
+def make(options: argparse.Namespace, cases: list[Case], ranks: Summing) -> tuple[Held, Held]:
     """The whole model, drawn from the same seed on every rank, and this rank's part of it."""
     device, dtype = choose_device("auto")
     kernels = choose(device, dtype) if device.type == "cuda" else reference_kernels("no GPU")
@@ -270,9 +279,8 @@ def make(options: argparse.Namespace, cases: list[Case], ranks: Ranks) -> tuple[
     if options.tiny:
         config = replace(config, moe_intermediate_size=64)  # whole groups of 32 for every rank
     whole = random_model(config, kernels, dtype=dtype, device=device)
-    size, own = dist.get_world_size(), part_of(config, dist.get_world_size())
-    part = random_model(own, split_kernels(kernels, ranks), dtype=dtype, device=device)
-    fill_part(part, whole, dist.get_rank(), size)
+    split = split_kernels(kernels, ranks)
+    part = random_model(config, split, dtype=dtype, device=device, ranks=ranks)
     return Held.of(whole, cases), Held.of(part, cases)
 
 
@@ -289,7 +297,8 @@ def tell(line: dict[str, Any]) -> None:
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> None:
     """Everything between the beginning and the end of a process group."""
-    ranks, first = Ranks(), dist.get_rank() == 0
+    ranks = Summing(dist.get_rank(), dist.get_world_size())
+    first = ranks.rank == 0
     cases = [Case(batch, options.context) for batch in options.batches]
     cases += [Case(1, 0, tokens) for tokens in options.prefill]
     device, _ = choose_device("auto")

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from k3vl.errors import WeightError
 from k3vl.kernels.int8 import dequantize_int8
 from k3vl.kernels.mxfp4 import GROUP_SIZE, NAN_SCALE, dequantize_mxfp4
+from k3vl.parameters import Share, whole_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,10 +111,12 @@ class Placement:
         target: written in place; its dtype and device decide the result's. A view is fine.
         leading: take the first ``target.numel()`` values of a stored vector that may be longer
             (K3's ``A_log`` holds 128 values of which one per head counts).
+        share: the part that goes there, of the leading values too; None: all.
     """
 
     target: torch.Tensor
     leading: bool = False
+    share: Share | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,15 +124,17 @@ class StoredPlacement:
     """Where a quantised tensor goes as it is stored.
 
     Attributes:
-        shape: that it must have once decoded.
+        shape: that it, or its share, must have once decoded.
         encoding: that it must be stored in.
         take: gets values and scales; they are the mapped file, not memory of the process. What it
             cannot use it refuses with a ``WeightError``, which the reader completes by the name.
+        share: the part that is taken, whole groups of it; None: all.
     """
 
     shape: tuple[int, ...]
     encoding: Encoding
     take: Callable[[torch.Tensor, torch.Tensor], None]
+    share: Share | None = None
 
 
 # ---------------------------------------------------------------------- stored and logical names
@@ -356,11 +361,13 @@ class CheckpointReader:
         tensor: LogicalTensor,
         place: Placement | StoredPlacement,
     ) -> None:
-        values = file.get_tensor(tensor.main)
+        values, share = file.get_tensor(tensor.main), place.share
         if tensor.scale is None:
             assert isinstance(place, Placement)
             target = place.target.detach()
-            target.copy_(values.flatten()[: target.numel()].view_as(target))
+            shape = whole_shape(target.shape, share)
+            values = values.flatten()[: math.prod(shape)].view(shape)
+            target.copy_(values if share is None else share.of(values))
             return
         if self.shards[tensor.scale] == shard:
             scale = file.get_tensor(tensor.scale)
@@ -369,8 +376,10 @@ class CheckpointReader:
                 scale = other.get_tensor(tensor.scale)
         _check_scale(scale, tensor)
         if isinstance(place, Placement):
-            _decode(values, scale, tensor, place.target.detach())
+            _decode(values, scale, tensor, place)
             return
+        if share is not None:
+            values, scale = share.of(values), share.of(scale)
         try:
             place.take(values, scale)
         except WeightError as exc:
@@ -386,32 +395,37 @@ def _check_scale(scale: torch.Tensor, tensor: LogicalTensor) -> None:
 
 
 def _decode(
-    values: torch.Tensor, scale: torch.Tensor, tensor: LogicalTensor, target: torch.Tensor
+    values: torch.Tensor, scale: torch.Tensor, tensor: LogicalTensor, place: Placement
 ) -> None:
-    """Decode row by row into ``target``; no second copy of the whole tensor is made."""
+    """Decode row by row into the target; no second copy of the whole tensor is made."""
     decode = dequantize_mxfp4 if tensor.encoding == "mxfp4" else dequantize_int8
+    target, share = place.target.detach(), place.share
+    if share is not None and share.axis == 0:
+        values, scale, share = share.of(values), share.of(scale), None
     step = max(1, _DECODE_VALUES * tensor.shape[0] // tensor.numel)
-    for first in range(0, tensor.shape[0], step):
+    for first in range(0, values.shape[0], step):
         rows = slice(first, first + step)
         moved = (values[rows].to(target.device), scale[rows].to(target.device))
-        target[rows].copy_(decode(*moved, dtype=target.dtype))
+        decoded = decode(*moved, dtype=target.dtype)
+        target[rows].copy_(decoded if share is None else share.of(decoded))
 
 
 def _check_place(name: str, tensor: LogicalTensor, place: Placement | StoredPlacement) -> None:
     if isinstance(place, StoredPlacement):
-        if (tensor.shape, tensor.encoding) != (place.shape, place.encoding):
+        shape = whole_shape(place.shape, place.share)
+        if (tensor.shape, tensor.encoding) != (shape, place.encoding):
             raise WeightError(
                 f"{name} is {list(tensor.shape)} ({tensor.encoding}), the model needs "
-                f"{list(place.shape)} ({place.encoding})"
+                f"{list(shape)} ({place.encoding})"
             )
         return
     assert not place.target.is_meta, f"{name}: the target has no memory yet"
-    expected = tuple(place.target.shape)
+    expected = whole_shape(place.target.shape, place.share)
     if place.leading:
-        if tensor.encoding != "plain" or tensor.numel < place.target.numel():
+        if tensor.encoding != "plain" or tensor.numel < math.prod(expected):
             raise WeightError(
                 f"{name} has {tensor.numel} values ({tensor.encoding}), "
-                f"at least {place.target.numel()} plain ones are needed"
+                f"at least {math.prod(expected)} plain ones are needed"
             )
     elif tensor.shape != expected:
         raise WeightError(f"{name} is {list(tensor.shape)}, the model needs {list(expected)}")

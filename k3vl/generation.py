@@ -103,7 +103,8 @@ class Generation:
             self.done = True
             raise item
         events: list[Event] = []
-        self._usage = replace(self._usage, cached_tokens=item.cached_tokens)
+        if item.cached_tokens != self._usage.cached_tokens:
+            self._usage = replace(self._usage, cached_tokens=item.cached_tokens)
         if item.id is not None:
             self._completion += 1
             self._reasoning += self._thinking
@@ -195,7 +196,9 @@ class Generation:
                 continue
             text, stopped = self._stops.feed(event.text)
             if text or event.replaces_reasoning:
-                passed.append(replace(event, text=text, logprobs=self._take_logprobs()))
+                logprobs = self._take_logprobs()
+                as_it_is = text == event.text and not logprobs
+                passed.append(event if as_it_is else replace(event, text=text, logprobs=logprobs))
             if stopped:
                 return passed + self._finish("stop")
         return passed

@@ -21,6 +21,8 @@ from k3vl.kernels.recording import GraphRunner
 from k3vl.lm.encoding import EncodeInStep, EncodeOnStream, EncodeOnThread
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.local import LocalBackend
+from k3vl.lm.mirrored import EngineParts, lead, require_ranks
+from k3vl.lm.ranks import axis_of, split_kernels
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.lm.weights import PREFIX, load_model
 from k3vl.types import ChatOptions, SamplingParams
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from k3vl.lm.backend import Encoder
     from k3vl.lm.encoding import Encoding
     from k3vl.lm.model import K3Model
+    from k3vl.lm.ranks import Ranks
     from k3vl.xtml.tokenizer import Tokenizer
 
 MXFP4_FORMAT = "mxfp4-pack-quantized"
@@ -66,6 +69,7 @@ class WeightLoader:
         dtype, device: of all weights.
         kernels: for models of that dtype on that device.
         batch: patches that the encoder joins; see :class:`k3vl.vision.encoder.VisionEncoder`.
+        ranks: that divide the language model; this process has a part of it.
     """
 
     config: K3Config
@@ -74,6 +78,7 @@ class WeightLoader:
     device: torch.device
     kernels: Kernels
     batch: int | None = None
+    ranks: Ranks | None = None
 
     def load(self, directory: Path) -> tuple[K3Model, VisionEncoder]:
         """Language model and encoder of a directory.
@@ -92,7 +97,12 @@ class WeightLoader:
             kernels=self.kernels.vision,
         )
         model = load_model(
-            reader, self.config.text, self.kernels, dtype=self.dtype, device=self.device
+            reader,
+            self.config.text,
+            self.kernels,
+            dtype=self.dtype,
+            device=self.device,
+            ranks=self.ranks,
         )
         cuda = self.device.type == "cuda"
         encoder = VisionEncoder(
@@ -108,10 +118,13 @@ class WeightLoader:
         """As :meth:`load`, for weights that are to take the place of running ones.
 
         Raises:
-            ConfigError: a ``config.json`` beside the weights describes another model.
+            ConfigError: a ``config.json`` beside the weights describes another model, or several
+                ranks have the running one.
             CapacityError: there is no memory for both.
             WeightError: as :meth:`load`, or a weight is not a finite number.
         """
+        if self.ranks is not None:
+            raise ConfigError(f"weights that {self.ranks.size} ranks share cannot be renewed")
         self._require_same_model(directory)
         self._require_room(directory)
         model, encoder = self.load(directory)
@@ -168,6 +181,7 @@ def open_checkpoint(
     engine: EngineConfig | None = None,
     limits: MediaLimits = DEFAULT_LIMITS,
     policy: FetchPolicy = DEFAULT_POLICY,
+    tensor_parallel: int = 1,
 ) -> Parts:
     """Load a checkpoint and start the embedded engine.
 
@@ -178,9 +192,12 @@ def open_checkpoint(
         engine: limits of the embedded engine.
         limits: what one media part may cost.
         policy: what may be fetched.
+        tensor_parallel: GPUs of this host that share the language model, each with a process; see
+            :mod:`k3vl.lm.mirrored`. On a CPU processes share it, for tests.
 
     Raises:
-        ConfigError: the directory or its configuration is not usable, or there is no such device.
+        ConfigError: the directory or its configuration is not usable, there is no such device, or
+            so many ranks cannot divide the model.
         WeightError: the tensors are not.
     """
     directory = checkpoint_path(checkpoint)
@@ -188,33 +205,33 @@ def open_checkpoint(
     defaults = load_chat_defaults(directory)
     tokenizer = load_tokenizer(directory)
     where, dtype = choose_device(device)
+    require_ranks(tensor_parallel, where)
     kernels = choose(where, dtype)
     summary = summarise(directory, config)
-    fits, sentence = summary.fits(available_memory(where), dtype, kept=kernels.kept)
+    free = available_memory(where)
+    if tensor_parallel > 1:
+        free = memory_of_ranks(where, tensor_parallel, bytes_on_all(config, dtype))
+    fits, sentence = summary.fits(free, dtype, kept=kernels.kept)
     if not fits:
-        raise ConfigError(f"{directory}: {sentence}; the embedded engine holds one device's worth")
+        held = "one device's" if tensor_parallel == 1 else f"{tensor_parallel} devices'"
+        raise ConfigError(f"{directory}: {sentence}; the embedded engine holds {held} worth")
     stop_ids = tuple(dict.fromkeys((config.eos_token_id, *tokenizer.stop_ids)))
     if engine is None:
         small = where.type == "cpu" and config.text.hidden_size < SMALL_HIDDEN_SIZE
         # Where pages are not passes, small ones only gain: more of a prompt is reused.
         engine = EngineConfig(num_threads=1 if small else None)
-        if kernels.row_independent:
+        if kernels.row_independent and tensor_parallel == 1:
             engine = replace(engine, page_size=REUSE_PAGE)
-    # A GPU wants batches; on a CPU they gain nothing and would make features depend on company.
-    batch = engine.max_step_patches if where.type == "cuda" else None
-    weights = WeightLoader(
-        config=config, media=media, dtype=dtype, device=where, kernels=kernels, batch=batch
-    )
-    model, encoder = weights.load(directory)
-    encoding = choose_encoding(where, engine)
-    backend = LocalBackend(Engine(model, encoder, engine, stop_ids=stop_ids, encoding=encoding))
+    kind: Device = "cuda" if where.type == "cuda" else "cpu"
+    read = _Read(directory, config, media, kind, engine, stop_ids)
+    weights, running = start_engine(read, tensor_parallel)
     kept = KEPT_PICTURES if engine.reuse else 0
     processor = MediaProcessor(media, limits=limits, policy=policy, keep_bytes=kept)
     return Parts(
         processor=processor,
         bulk_processor=choose_bulk_processor(where, processor, keep_bytes=kept),
         tokenizer=tokenizer,
-        backend=backend,
+        backend=LocalBackend(running),
         weights=weights,
         media_pad_id=config.media_placeholder_token_id,
         defaults=defaults,
@@ -222,6 +239,51 @@ def open_checkpoint(
         context_length=config.text.max_position_embeddings,
         min_confidence=load_min_confidence(directory),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a checkpoint says, and an engine over it: all that another process has to know."""
+
+    directory: Path
+    config: K3Config
+    media: MediaConfig
+    device: Device
+    engine: EngineConfig
+    stop_ids: tuple[int, ...]
+
+    def weights(self, ranks: Ranks | None) -> WeightLoader:
+        """Of this process."""
+        where, dtype = choose_device(self.device)
+        kernels = choose(where, dtype)
+        return WeightLoader(
+            config=self.config,
+            media=self.media,
+            dtype=dtype,
+            device=where,
+            kernels=kernels if ranks is None else split_kernels(kernels, ranks),
+            # A GPU wants batches; on a CPU they gain nothing and make features depend on company.
+            batch=self.engine.max_step_patches if where.type == "cuda" else None,
+            ranks=ranks,
+        )
+
+    def build(self, ranks: Ranks) -> EngineParts:
+        """A rank's."""
+        model, encoder = self.weights(ranks).load(self.directory)
+        return EngineParts(model=model, encoder=encoder, config=self.engine, stop_ids=self.stop_ids)
+
+
+def start_engine(read: _Read, tensor_parallel: int) -> tuple[WeightLoader, Engine]:
+    """Read weights and make an engine; of several ranks the first's, beside their processes."""
+    if tensor_parallel == 1:
+        weights = read.weights(None)
+        model, encoder = weights.load(read.directory)
+        encoding = choose_encoding(weights.device, read.engine)
+        return weights, Engine(
+            model, encoder, read.engine, stop_ids=read.stop_ids, encoding=encoding
+        )
+    leading = lead(tensor_parallel, read.build, read.device)
+    return read.weights(leading.followers.ranks), leading
 
 
 def choose_bulk_processor(
@@ -275,6 +337,22 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def memory_of_ranks(device: torch.device, ranks: int, on_all: int) -> int:
+    """Bytes that so many ranks can still have for a model of which each holds ``on_all`` whole."""
+    if device.type == "cpu":
+        return available_memory(device) - (ranks - 1) * on_all
+    free = min(available_memory(torch.device("cuda", rank)) for rank in range(ranks))
+    return ranks * free - (ranks - 1) * on_all
+
+
+def bytes_on_all(config: K3Config, dtype: torch.dtype) -> int:
+    """What ranks do not divide of a model: the tower, the embedding, small projections."""
+    values = sum(spec.numel for spec in expected_vision_tensors(config.vision).values())
+    text = expected_text_tensors(config.text, quantized_experts=False)
+    values += sum(spec.numel for name, spec in text.items() if axis_of(name) is None)
+    return values * dtype.itemsize
 
 
 def load_chat_defaults(directory: Path) -> ChatOptions:

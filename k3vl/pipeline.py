@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from k3vl.bulk import Bulk
 from k3vl.constrain import ConstraintCompiler
-from k3vl.errors import BackendError, CapacityError, K3VLError, MediaError
+from k3vl.errors import BackendError, CapacityError, K3VLError
 from k3vl.generation import Answer, Delivery, Generation, Inbox, confidence_of
 from k3vl.lm.backend import HoldsFeatures, ReportsStats, TakesWeights
-from k3vl.prompt import PromptWriter
+from k3vl.prompt import PromptWriter, media_of
 from k3vl.types import (
     ChatOptions,
     Finish,
-    MediaPart,
     Message,
     Request,
     SamplingParams,
@@ -279,7 +278,9 @@ class Pipeline:
             TemplateError: the chat format cannot express the conversation.
         """
         processor, parts = processor or self.processor, media_parts(request.messages)
-        return self.assemble(request, [_process(processor, where, part) for where, part in parts])
+        return self.assemble(
+            request, [media_of(where, processor.begin(part)) for where, part in parts]
+        )
 
     def assemble(self, request: Request, media: Sequence[ProcessedMedia]) -> Prepared:
         """Steps 2 and 3, for media that were processed elsewhere.
@@ -471,11 +472,3 @@ class Pipeline:
             raise CapacityError(f"no answer within {seconds:g} s") from None
         finally:
             self.backend.cancel(request_id)
-
-
-def _process(processor: MediaProcessor, where: str, part: MediaPart) -> ProcessedMedia:
-    """Step 1 for one part; errors say which one."""
-    try:
-        return processor.process(part)
-    except MediaError as exc:
-        raise MediaError(f"{where}: {exc}", param=where, code=exc.code) from exc

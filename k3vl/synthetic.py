@@ -18,19 +18,22 @@ from k3vl.checkpoint_writer import write_checkpoint
 from k3vl.config import parse_config
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 from k3vl.kernels.mxfp4 import GROUP_SIZE
-from k3vl.lm.model import K3Model, Layer
+from k3vl.lm.model import Layer
 from k3vl.lm.moe import LatentMoE
+from k3vl.lm.ranks import Cut, allocate
 from k3vl.lm.table import expected_tensors as expected_text_tensors
 from k3vl.vision.weights import expected_tensors as expected_vision_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from k3vl.checkpoint import TensorSpec
     from k3vl.config import K3Config, TextConfig
     from k3vl.kernels.choice import Kernels
     from k3vl.kernels.moe.experts import ExpertForm
+    from k3vl.lm.model import K3Model
+    from k3vl.lm.ranks import Ranks
 
 _MEAN_SQUARE = 68.5 / 8
 """Of an E2M1 code drawn uniformly."""
@@ -228,23 +231,49 @@ def random_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> K3Model:
     """A language model with random weights, drawn on its device; the seed decides them there.
 
-    Routed experts are packed where the kernels can run them so.
+    Routed experts are packed where the kernels can run them so. Of the same weights ``ranks`` have
+    a part each; what is drawn and not kept takes the memory of one tensor.
+
+    Raises:
+        ConfigError: the ranks cannot divide it.
     """
     form: ExpertForm = "float" if kernels.latent_moe_mxfp4 is None else "mxfp4"
-    model = K3Model(config, kernels, experts=form, router=dtype, dtype=dtype, device=device)
-    model = model.eval().requires_grad_(False)
+    model = allocate(config, kernels, ranks, form=form, router=dtype, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(name: str, target: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
+        if ranks is None:
+            draw(target)
+            return
+        cut = Cut.of(ranks, model, name)
+        whole = target.new_empty(cut.whole_shape(target.shape))
+        draw(whole)
+        target.copy_(cut.share(whole))
+
     for name, parameter in model.named_parameters():
-        _random_floats(parameter, name, parameter.shape[-1], generator)
-    for layer in model.layers:
+
+        def floats(tensor: torch.Tensor, name: str = name) -> object:
+            return _random_floats(tensor, name, tensor.shape[-1], generator)
+
+        fill(name, parameter, floats)
+    for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         stored = layer.mlp.experts if isinstance(layer.mlp, LatentMoE) else None
         if isinstance(stored, Mxfp4Experts):
-            for words in (stored.w13, stored.w2):
-                words.random_(-(1 << 31), 1 << 31, generator=generator)
-            for scale in (stored.w13_scale, stored.w2_scale):
-                _random_scales(scale, scale.shape[-1] * GROUP_SIZE, generator)
+            for name in ("w13", "w2"):
+                fill(
+                    f"layers.{index}.mlp.{name}",
+                    getattr(stored, name),
+                    lambda t: t.random_(-(1 << 31), 1 << 31, generator=generator),
+                )
+            for name in ("w13_scale", "w2_scale"):
+                fill(
+                    f"layers.{index}.mlp.{name}",
+                    getattr(stored, name),
+                    lambda t: _random_scales(t, t.shape[-1] * GROUP_SIZE, generator),
+                )
     return model

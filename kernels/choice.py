@@ -76,6 +76,7 @@ class Kernels:
         latent_moe_mxfp4: the same over experts that stay in 4 bits; None: they are decoded where
             a model is loaded.
         gated_mlp: dense layers (:mod:`k3vl.kernels.gated_mlp`).
+        head: from hidden states to logits; None: as ``linear``.
         argmax: of logits (:mod:`k3vl.kernels.argmax`).
         vision: of the tower.
         recordable: nothing that decodes waits for the device or reads its values on the host, and
@@ -94,6 +95,7 @@ class Kernels:
     latent_moe_coded: LatentMoEOp[CodedExperts] | None
     latent_moe_mxfp4: LatentMoEOp[Mxfp4Experts] | None
     gated_mlp: GatedMLPOp
+    head: LinearOp | None = None
     argmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = argmax
     vision: VisionKernels = REFERENCE
     recordable: bool = False

@@ -70,7 +70,7 @@ def flash(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and {shared}, v {tuple(v.shape)}; "
             "rows must be contiguous and widths powers of two, at least 16"
         )
-    if shape is None and hopper_runs(q.device) and hopper_flash_takes(q, k, v, rest):
+    if shape is None and by_hopper(q, k, v, rest):
         return hopper_flash(q, k, v, scale, queries=queries, keys=keys, causal=causal, rest=rest)
     out = torch.empty(rows, heads, value, dtype=q.dtype, device=q.device)
     if not rows:
@@ -105,6 +105,13 @@ def flash(
         num_warps=layout.warps,
     )
     return out
+
+
+def by_hopper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: torch.Tensor | None = None
+) -> bool:
+    """Whether :func:`flash` has the Gluon kernel do it."""
+    return hopper_runs(q.device) and hopper_flash_takes(q, k, v, rest)
 
 
 def _shape(longest: int, key: int, value: int, *, half: bool) -> FlashShape:

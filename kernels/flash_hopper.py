@@ -54,6 +54,11 @@ def hopper_flash(
     causal: bool,
     rest: torch.Tensor | None,
     programs: int | None = None,
+    turns: torch.Tensor | None = None,
+    early: bool = False,
+    fixed: bool = True,
+    ordered: bool = True,
+    stages: int | None = None,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """As :func:`k3vl.kernels.flash.flash`, of calls that :func:`hopper_flash_takes`.
@@ -62,6 +67,14 @@ def hopper_flash(
     the items beside its own change no bit of it. None: one a multiprocessor, each taking every
     so-manieth tile, where all tiles cost the same (equally long items, nothing causal); otherwise
     one a tile, as the device then gives the next to whoever is free.
+
+    ``turns``, [N, K / 2] complex64: queries are turned by them first, and rounded, as
+    :mod:`k3vl.kernels.vision_pos` does. ``early``: see ``dependent.py``.
+
+    For measurements: ``fixed``, powers are relative to the largest score of the first tile, not of
+    all tiles so far; ``ordered``, one group's products begin when the other has its scores;
+    ``stages``, tiles of keys and values on their way or in use, None for as many as there is
+    memory for.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -78,20 +91,30 @@ def hopper_flash(
     flat = [None if x is None else _flat(x) for x in parts]
     blocks = [[64, key], [64, shared], [KEYS, key], [KEYS, shared], [KEYS, value]]
     strides = [0 if x is None else x.stride(1) for x in (q, k, rest, v)]
-    args = (tiles, out, *strides, scale / math.log(2), heads, tiles.shape[0], count)
+    pairs = None if turns is None else torch.view_as_real(turns).contiguous()
+    if programs is None:
+        alike = not causal and len(set(keys.lengths)) == 1
+        programs = _multiprocessors(q.device) if alike else count
+    grid = (min(programs, count),)
+    again = None
+    if fixed:
+        again = torch.empty(count + grid[0], 2, dtype=torch.int32, device=q.device)
+    work = tiles.shape[0], count, k.shape[0]
+    args = (tiles, again, pairs, out, *strides, scale / math.log(2), heads, *work)
     constants: dict[str, Any] = {
         "K": key,
         "P": shared,
         "V": value,
         "BN": KEYS,
         "CAUSAL": causal,
+        "TURN": turns is not None,
+        "FIXED": fixed,
+        "ORDERED": ordered,
+        "STAGES": stages or (2 if both else 3),
+        "PDL": early,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel
 
-    if programs is None:
-        alike = not causal and len(set(keys.lengths)) == 1
-        programs = _multiprocessors(q.device) if alike else count
-    grid = (min(programs, count),)
     if launch is not None:
         launch(kernel, grid, flat, blocks, *args, **constants)
         return out
@@ -103,7 +126,7 @@ def hopper_flash(
         None if x is None else TensorDescriptor.from_tensor(x, block, layout)
         for x, block in zip(flat, blocks, strict=True)
     )
-    kernel[grid](*described, *args, **constants, num_warps=4)
+    kernel[grid](*described, *args, **constants, num_warps=4, launch_pdl=early)
     return out
 
 

@@ -26,3 +26,22 @@ def let_next_begin():
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def take_turn(NAME: gl.constexpr):
+    """Wait until another group of four warps has given the turn that belongs to a barrier.
+
+    NAME: one of the 16 barriers of a multiprocessor, of those that Triton does not use.
+    """
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,n", [NAME], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def give_turn(NAME: gl.constexpr):
+    """The other half of :func:`take_turn`, by another group; waits for nobody."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,n", [NAME], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -67,13 +67,12 @@ def triton_vision() -> VisionKernels:
     """Triton and Gluon kernels for CUDA devices; matrix products from PyTorch."""
     from k3vl.kernels.pixels.gpu import normalise_pixels
     from k3vl.kernels.rms_norm.gpu import rms_norm
-    from k3vl.kernels.vision_attention.gpu import vision_attention
+    from k3vl.kernels.vision_attention.gpu import turned_attention
     from k3vl.kernels.vision_block.gpu import VisionBlockGPU
-    from k3vl.kernels.vision_pos.gpu import rotate_in_place
 
     return VisionKernels(
         normalise_pixels=normalise_pixels,
         linear=linear,
         rms_norm=rms_norm,
-        block=VisionBlockGPU(norm=rms_norm, rotate=rotate_in_place, attention=vision_attention),
+        block=VisionBlockGPU(norm=rms_norm, attention=turned_attention),
     )

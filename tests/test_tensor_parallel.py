@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.tensor_parallel import CHECKED, KINDS, Case, Held, check, make
-from benchmarks.tensor_split import Ranks, fill_part, part_of, split_kernels
+from benchmarks.tensor_parallel import CHECKED, KINDS, Case, Held, Summing, check, make
 from k3vl.config import parse_config
-from k3vl.lm.model import K3Model
+from k3vl.lm.ranks import allocate, split_kernels
 from k3vl.synthetic import slice_config
 from tests.device_only import META, device_only
 
@@ -57,21 +56,11 @@ def alone(tmp_path: Path):
 def test_a_divided_layer_that_is_wrong_is_not_timed(alone, name: str) -> None:
     options = argparse.Namespace(experts=None, tiny=True)
     with torch.inference_mode():
-        whole, part = make(options, [Case(1, CHECKED)], Ranks())
+        whole, part = make(options, [Case(1, CHECKED)], Summing(0, 1))
         assert max(check(whole, part).values()) < 1e-5
         part.model.state_dict()[name].zero_()
         with pytest.raises(AssertionError, match="from whole"):
             check(whole, part)
-
-
-def test_a_part_has_half_of_the_heads_and_widths() -> None:
-    config = parse_config(slice_config(3)).text
-    half = part_of(config, 2)
-    assert (half.num_attention_heads, half.linear_attn_config.num_heads) == (48, 48)
-    assert (half.moe_intermediate_size, half.shared_intermediate_size) == (1536, 3072)
-    assert half.intermediate_size == config.intermediate_size // 2
-    assert (half.hidden_size, half.expert_hidden_size) == (7168, 3584)
-    assert half.num_experts == config.num_experts
 
 
 @pytest.mark.parametrize("case", [Case(1, 8192), Case(32, 8192), Case(1, 0, 4096)], ids=str)
@@ -80,20 +69,16 @@ def test_at_k3s_dimensions_nothing_waits_for_the_device(case: Case) -> None:
     pytest.importorskip("triton")
     from k3vl.kernels.choice import triton_kernels
 
-    config, ranks, kernels = (
-        parse_config(slice_config(3, vocab=256)).text,
-        Ranks(),
-        triton_kernels("tests"),
-    )
+    config = parse_config(slice_config(3, vocab=256)).text
+    ranks, kernels = Summing(1, 2), triton_kernels("tests")
     ranks.adding = False
     dtype = torch.bfloat16
     models = [
-        K3Model(of, own, experts="mxfp4", router=dtype, dtype=dtype, device=META)
-        for of, own in ((config, kernels), (part_of(config, 2), split_kernels(kernels, ranks)))
+        allocate(config, own, of, form="mxfp4", router=dtype, dtype=dtype, device=META)
+        for of, own in ((None, kernels), (ranks, split_kernels(kernels, ranks)))
     ]
     launched = []
     with torch.inference_mode():
-        fill_part(models[1], models[0], 1, 2)
         for model in models:
             held = Held.of(model, [case])
             x = torch.empty(case.rows, config.hidden_size, dtype=dtype, device=META)

@@ -85,6 +85,7 @@ class ModelOptions:
     Attributes:
         model: a checkpoint, or the name that the endpoint knows.
         device: where the embedded engine runs.
+        tensor_parallel: GPUs of this host that share its model.
         base_url: an OpenAI-compatible endpoint; None is the embedded engine.
         api_key: for the endpoint.
         concurrency: requests at once; None is 32 for the engine, 8 for an endpoint.
@@ -94,6 +95,7 @@ class ModelOptions:
 
     model: str = "demo"
     device: Device = "auto"
+    tensor_parallel: int = 1
     base_url: str | None = None
     api_key: str | None = None
     concurrency: int | None = None

@@ -47,6 +47,7 @@ class DemoSettings:
         base_url: an OpenAI-compatible endpoint; None is the embedded engine.
         api_key: for the endpoint; no visitor sees it.
         device: where the model runs.
+        tensor_parallel: GPUs of this host that share it.
         host, port: address to listen on; port None takes the first free one from 7860.
         max_file_mb: uploads above this many megabytes are refused.
         open_browser: open a tab.
@@ -55,6 +56,7 @@ class DemoSettings:
 
     model: str = "demo"
     device: Device = "auto"
+    tensor_parallel: int = 1
     host: str = "127.0.0.1"
     port: int | None = None
     max_file_mb: int = 200
@@ -124,7 +126,9 @@ def open_model(settings: DemoSettings, *, say: Callable[[str], None]) -> Iterato
         yield remote
         return
     say(f"loading {settings.model} ...")
-    with Pipeline.load(settings.model, device=settings.device) as pipeline:
+    with Pipeline.load(
+        settings.model, device=settings.device, tensor_parallel=settings.tensor_parallel
+    ) as pipeline:
         warm_up(pipeline)
         yield pipeline
 

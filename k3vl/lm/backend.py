@@ -26,9 +26,9 @@ ScoreMethod: TypeAlias = Literal["prefill", "decode"]
 """How a given answer is scored; see :meth:`k3vl.lm.local.LocalBackend.score`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Token:
-    """One generated token.
+    """One generated token; not frozen, for that would double what it costs.
 
     Attributes:
         id: token id; None when generation ended without another token.

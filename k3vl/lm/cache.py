@@ -15,6 +15,7 @@ a slot), and nothing ever has to be contiguous or to move.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -252,7 +253,7 @@ class HybridCache:
         """Unit and place in it of every row, one output behind the other."""
         size, held, places = self.sizes.feature_rows, [], []
         for units, first, last in wanted:
-            unit, place = np.divmod(np.arange(first, last), size)
+            unit, place = _places(first, last, size)
             held.append(np.asarray(units)[unit])
             places.append(place)
         both = upload(np.concatenate(held), np.concatenate(places), device=self.buffer.device)
@@ -260,6 +261,12 @@ class HybridCache:
 
     def _upload(self, units: Sequence[int]) -> torch.Tensor:
         return upload(units, device=self.buffer.device)[0]
+
+
+@lru_cache(16)  # pictures of one size come again and again
+def _places(first: int, last: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which unit of an output's, of ``size`` rows, holds each of some rows, and where in it."""
+    return np.divmod(np.arange(first, last), size)
 
 
 def _latent_width(config: TextConfig) -> int:

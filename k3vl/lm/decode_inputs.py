@@ -122,7 +122,8 @@ class StepInputs:
             return bool(grown)
         self._held_units[count:] = -1
         if rows:
-            self._held_units[:count] = [row.slot for row in rows]
+            units = chain.from_iterable(row.slot for row in rows)
+            self._held_units[:count] = np.fromiter(units, np.int64).reshape(count, -1)
             longest = int(used.max())
             begins = np.zeros((count, longest), np.int64)
             pages = [own[:own_used] for own, own_used in zip(lists, used.tolist(), strict=True)]

@@ -156,6 +156,9 @@ class Engine:
             RequestError: the parameters make no sense, or the prompt is empty or fills the context.
             CapacityError: it can never fit into the cache.
         """
+        return self._checked(-1, prompt, sampling).max_new
+
+    def _checked(self, request_id: int, prompt: Prompt, sampling: SamplingParams) -> Sequence:
         check_sampling(sampling)
         length, context = len(prompt.token_ids), self.model.config.max_position_embeddings
         if not length:
@@ -168,9 +171,9 @@ class Engine:
                 code="context_length_exceeded",
             )
         max_new = min(sampling.max_tokens, context - length)
-        media = media_items(prompt.spans, sampling.cache_salt)
-        self.scheduler.check_fits(Sequence(id=-1, num_prompt=length, max_new=max_new, media=media))
-        return max_new
+        sequence = self._sequence(request_id, prompt, max_new, sampling.cache_salt)
+        self.scheduler.check_fits(sequence)
+        return sequence
 
     def check_tokens(self, token_ids: Ordered[int]) -> None:
         """Refuse what is not in the vocabulary; safe on any thread.
@@ -181,11 +184,27 @@ class Engine:
         vocab = self.model.config.vocab_size
         if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab:
             return
-        for at, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab:
-                raise RequestError(
-                    f"token {at} is {token_id}, the vocabulary has {vocab}", param="token_ids"
-                )
+        at = next(at for at, token_id in enumerate(token_ids) if not 0 <= token_id < vocab)
+        what = f"token {at} is {token_ids[at]}, the vocabulary has {vocab}"
+        raise RequestError(what, param="token_ids")
+
+    def job(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: Callable[[Token | K3VLError], None],
+    ) -> Job:
+        """What :meth:`queue` takes; safe on any thread, and raises as :meth:`admissible` does."""
+        return Job(
+            sequence=self._checked(request_id, prompt, sampling),
+            prompt=prompt,
+            sampler=Sampler(sampling),
+            stop_ids=self.stop_ids | set(sampling.stop_ids),
+            sink=sink,
+            token_ids=list(prompt.token_ids),
+            salt=sampling.cache_salt,
+        )
 
     def add(
         self,
@@ -193,28 +212,9 @@ class Engine:
         prompt: Prompt,
         sampling: SamplingParams,
         sink: Callable[[Token | K3VLError], None],
-        *,
-        arrived: float | None = None,
     ) -> None:
-        """Queue a request that :meth:`admissible` has let through.
-
-        Args:
-            request_id, prompt, sampling, sink: see :class:`k3vl.lm.backend.Backend`.
-            arrived: when it came, on the clock of ``time.perf_counter``; None is now.
-        """
-        max_new = self.admissible(prompt, sampling)
-        self._queue(
-            Job(
-                sequence=self._sequence(request_id, prompt, max_new, sampling.cache_salt),
-                prompt=prompt,
-                sampler=Sampler(sampling),
-                stop_ids=self.stop_ids | set(sampling.stop_ids),
-                sink=sink,
-                token_ids=list(prompt.token_ids),
-                arrived=time.perf_counter() if arrived is None else arrived,
-                salt=sampling.cache_salt,
-            )
-        )
+        """Make a :meth:`job` and queue it."""
+        self.queue(self.job(request_id, prompt, sampling, sink))
 
     def add_forced(
         self,
@@ -224,7 +224,7 @@ class Engine:
         sink: Callable[[Token | K3VLError], None],
     ) -> None:
         """Queue a request whose answer is known: decoding reports how likely its tokens are."""
-        self._queue(
+        self.queue(
             Job(
                 sequence=self._sequence(request_id, prompt, len(token_ids), None),
                 prompt=prompt,
@@ -232,7 +232,6 @@ class Engine:
                 stop_ids=frozenset(),
                 sink=sink,
                 token_ids=list(prompt.token_ids),
-                arrived=time.perf_counter(),
             )
         )
 
@@ -250,7 +249,7 @@ class Engine:
         # A page that holds logits we want is computed, whoever may have computed it before.
         sequence.keys = sequence.keys[: first // size]
         sequence.wanted |= {first // size} - {0}
-        self._queue(
+        self.queue(
             Job(
                 sequence=sequence,
                 prompt=prompt,
@@ -258,7 +257,6 @@ class Engine:
                 stop_ids=frozenset(),
                 sink=sink,
                 token_ids=list(whole.token_ids),
-                arrived=time.perf_counter(),
                 targets=Targets(token_ids=tuple(token_ids), first=first),
             )
         )
@@ -280,7 +278,8 @@ class Engine:
             media=media,
         )
 
-    def _queue(self, job: Job) -> None:
+    def queue(self, job: Job) -> None:
+        """Take part in the steps from now on."""
         self.scheduler.add(job.sequence)
         self.jobs[job.sequence.id] = job
 
@@ -418,8 +417,9 @@ class Engine:
         if self.decoder.overlaps:
             live = [(row, job) for row, job in enumerate(flight.jobs) if self._lives(job)]
             self._flight = launch_ahead(live, self.scheduler, self.decoder)
+        jobs = self.jobs
         for job, token_id in zip(flight.jobs, flight.launched.tokens(), strict=True):
-            if self._lives(job):  # what was computed for one that has ended is nobody's
+            if jobs.get(job.sequence.id) is job:  # or it is nobody's: that one has ended
                 self._emit(job, token_id)
 
     def _lives(self, job: Job) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from k3vl.lm.backend import Token
@@ -52,7 +53,7 @@ class Job:
     stop_ids: frozenset[int]
     sink: Callable[[Token | K3VLError], None]
     token_ids: list[int]
-    arrived: float
+    arrived: float = field(default_factory=time.perf_counter)
     salt: str | None = None
     targets: Targets | None = None
 

@@ -77,4 +77,6 @@ class KimiDeltaAttention(nn.Module):
     ) -> torch.Tensor:
         """[N, D] -> [N, D], added to ``onto`` if there is one; advances ``state`` in place."""
         cells = batch.cells[state.index]  # [B, H]
-        return self.kernels.kda(x, self.weights, state.windows, state.states, cells, batch, onto)
+        return self.kernels.kda(
+            x, self.weights, state.windows, state.states, cells, batch, onto=onto
+        )

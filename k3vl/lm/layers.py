@@ -59,4 +59,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         """[N, D] -> [N, D]; added to ``onto``, which is then what is returned."""
-        return self.kernels.gated_mlp(x, self.weights, onto)
+        return self.kernels.gated_mlp(x, self.weights, onto=onto)

@@ -72,12 +72,9 @@ class LocalBackend:
         sink: Sink,
     ) -> int:
         """See :class:`k3vl.lm.backend.Backend`."""
-        self._engine.admissible(prompt, sampling)
         request_id = next(self._ids)
-        add = partial(
-            self._engine.add, request_id, prompt, sampling, sink, arrived=time.perf_counter()
-        )
-        self._enter(request_id, add, sink)
+        job = self._engine.job(request_id, prompt, sampling, sink)
+        self._enter(request_id, partial(self._engine.queue, job), sink)
         return request_id
 
     def score(

@@ -93,4 +93,4 @@ class MultiHeadLatentAttention(nn.Module):
 
         Writes the new tokens' rows of ``latents`` [S, R + P].
         """
-        return self.kernels.mla(x, self.weights, latents, batch, onto)
+        return self.kernels.mla(x, self.weights, latents, batch, onto=onto)

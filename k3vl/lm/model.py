@@ -102,6 +102,7 @@ class K3Model(nn.Module):
         *,
         experts: ExpertForm = "float",
         router: torch.dtype = torch.float32,
+        head_rows: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -110,6 +111,7 @@ class K3Model(nn.Module):
         Args:
             config: geometry.
             kernels: what runs it.
+            head_rows: of the head's matrix, where other ranks have more; None: the vocabulary.
             experts: form of the routed experts' weights; one that ``kernels`` can run.
             router: dtype of the routers' weights, float32 or ``dtype``.
             dtype, device: of all other weights.
@@ -124,7 +126,7 @@ class K3Model(nn.Module):
             for i in range(config.num_hidden_layers)
         )
         self.final_read = ReadWeights(config, kernels, dtype=dtype, device=device)
-        self.head = linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.head = linear(config.hidden_size, head_rows or config.vocab_size, dtype, device)
         self.weights = HeadWeights(self.head.weight)
         self.stream: type[AttentionResidualStream | PlainStream] = (
             AttentionResidualStream if config.attn_res_block_size else PlainStream
@@ -165,4 +167,5 @@ class K3Model(nn.Module):
         """[R, vocab] float32 of some rows of [N, D], or of all."""
         if rows is not None:
             hidden = hidden[rows]
-        return self.kernels.linear(hidden, self.weights.matrix, dtype=torch.float32)
+        head = self.kernels.head or self.kernels.linear
+        return head(hidden, self.weights.matrix, dtype=torch.float32)

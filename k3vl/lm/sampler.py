@@ -111,7 +111,7 @@ class Sampler:
     """The choices of one request; repeatable for a seed, whatever else is in the batch."""
 
     def __init__(self, params: SamplingParams) -> None:
-        """Seed the request's own generator."""
+        """Nothing is drawn yet."""
         self.params = params
         self.logprobs: TokenLogprob | None = None
         self._ask = Ask(
@@ -123,11 +123,7 @@ class Sampler:
         if params.temperature == 0 and params.logprobs is None:
             self._ask = GREEDY
         self._draws: list[float] = []
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
+        self._generator: torch.Generator | None = None  # until it is wanted
 
     @property
     def asks_ahead(self) -> bool:
@@ -139,8 +135,7 @@ class Sampler:
         ask, params = self._ask, self.params
         if params.temperature > 0:
             if not self._draws:
-                draws = torch.rand(DRAWS, generator=self._generator, dtype=torch.float64)
-                self._draws = draws.tolist()[::-1]
+                self._draw()
             ask = Ask(
                 temperature=params.temperature,
                 top_k=params.top_k,
@@ -157,6 +152,17 @@ class Sampler:
         if self.params.logit_mask is not None:
             self.params.logit_mask.accept(token_id)
         self.logprobs = logprobs
+
+    def _draw(self) -> None:
+        """The next numbers of the request's own generator."""
+        if self._generator is None:
+            self._generator = torch.Generator()
+            if self.params.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(self.params.seed)
+        draws = torch.rand(DRAWS, generator=self._generator, dtype=torch.float64)
+        self._draws = draws.tolist()[::-1]
 
 
 class Forced:

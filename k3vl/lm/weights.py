@@ -17,9 +17,11 @@ from k3vl.kernels.int8 import COLUMNS
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part
 from k3vl.kernels.weight import KeptCodes
 from k3vl.lm.kda import KimiDeltaAttention
-from k3vl.lm.model import K3Model, Layer
+from k3vl.lm.model import Layer
 from k3vl.lm.moe import LatentMoE
+from k3vl.lm.ranks import allocate, axis_of
 from k3vl.lm.table import expected_tensors
+from k3vl.parameters import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from k3vl.kernels.moe.experts import ExpertForm
     from k3vl.lm.layers import GatedMLP
     from k3vl.lm.mla import MultiHeadLatentAttention
+    from k3vl.lm.model import K3Model
+    from k3vl.lm.ranks import Ranks
     from k3vl.lm.residual import ReadWeights
 
 PREFIX = "language_model."
@@ -43,20 +47,21 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    ranks: Ranks | None = None,
 ) -> K3Model:
-    """Build the language model and fill it from a checkpoint.
+    """Build the language model, or a rank's part of it, and fill it from a checkpoint.
 
     Routed experts that are stored in 4 bits stay so where the kernels can run them: packed bytes go
     from the mapped file, matrix by matrix, to their place on the device. What is stored in 8 bits
     stays so where the kernels read it.
 
     Raises:
+        ConfigError: the ranks cannot divide it.
         WeightError: a tensor is missing, left over, damaged or of the wrong shape.
     """
     form = expert_form(reader, config, kernels)
     router = router_dtype(reader, dtype)
-    model = K3Model(config, kernels, experts=form, router=router, dtype=dtype, device=device)
-    model = model.eval().requires_grad_(False)
+    model = allocate(config, kernels, ranks, form=form, router=router, dtype=dtype, device=device)
     # K3 stores one A_log per channel of a head, of which one per head counts.
     products = [_ResidualQuery(read, path) for read, path in _reads(model)]
     kept = KeptCodes()
@@ -64,12 +69,13 @@ def load_model(
     placements: dict[str, Placement | StoredPlacement] = {
         PREFIX + name: StoredPlacement(tuple(target.shape), "int8", kept.taker(target))
         if PREFIX + name in coded
-        else Placement(target, leading=name.endswith(".A_log"))
+        else Placement(target, leading=name.endswith(".A_log"), share=_share(name, ranks))
         for name, target in _targets(model)
     }
     for packed in _packed(model):
         take = partial(packed.experts.put, packed.expert, packed.part)
-        placements[PREFIX + packed.name] = StoredPlacement(packed.shape, "mxfp4", take)
+        share = _share(packed.name, ranks)
+        placements[PREFIX + packed.name] = StoredPlacement(packed.shape, "mxfp4", take, share)
     for product in products:
         placements |= {PREFIX + n: Placement(t) for n, t in product.parts.items()}
     reader.load_into(placements, prefixes=[PREFIX])
@@ -77,6 +83,12 @@ def load_model(
         product.finish()
     model.bind(kept)
     return model
+
+
+def _share(name: str, ranks: Ranks | None) -> Share | None:
+    """What a rank takes of a tensor."""
+    axis = None if ranks is None else axis_of(name)
+    return None if ranks is None or axis is None else Share(axis, ranks.rank, ranks.size)
 
 
 def expert_form(reader: CheckpointReader, config: TextConfig, kernels: Kernels) -> ExpertForm:

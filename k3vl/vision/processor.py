@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -112,6 +113,19 @@ class MediaProcessor:
         if isinstance(resolved, Image.Image):
             raise MediaError("a PIL image is not a video", code="image_as_video")
         return self._process_video(resolved)
+
+    def is_quick(self, part: MediaPart) -> bool:
+        """Whether :meth:`begin` is over at once: others do the work, nothing is waited for."""
+        return False
+
+    def begin(self, part: MediaPart) -> Future[ProcessedMedia]:
+        """As :meth:`process`, which may be over when the future is there or later."""
+        future: Future[ProcessedMedia] = Future()
+        try:
+            future.set_result(self.process(part))
+        except BaseException as exc:  # noqa: BLE001 - whoever asks for the result is told
+            future.set_exception(exc)
+        return future
 
     def process_frames(
         self, frames: Sequence[Image.Image], times: Sequence[float]

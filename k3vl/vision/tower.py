@@ -152,8 +152,8 @@ class VisionTower(nn.Module):
         return BatchPlan(
             grids=tuple(grids),
             items=Packed.of(lengths, self.position_table.device),
-            place=torch.cat([plan.place for plan in plans]),
-            rotary=torch.cat([plan.rotary for plan in plans]),
+            place=_joined([plan.place for plan in plans]),
+            rotary=_joined([plan.rotary for plan in plans]),
         )
 
     def run(self, patches: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
@@ -232,7 +232,13 @@ class VisionTower(nn.Module):
             time = temporal_rows(frames, place.shape[1], device=place.device)
             place = (place[None] + time[:, None]).flatten(0, 1)
         rotary = rotary_table(rows, columns, self.config.head_dim, device=table.device)
-        return GridPlan(place.to(table.dtype), rotary.repeat(frames, 1))
+        # Resizing leaves channels apart, and every batch would turn them to rows again.
+        return GridPlan(place.to(table.dtype).contiguous(), rotary.repeat(frames, 1))
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other; a lone one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class VisionBlock(nn.Module):

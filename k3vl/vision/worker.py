@@ -35,7 +35,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from k3vl.types import MediaKind, ProcessedMedia
 
@@ -58,8 +58,7 @@ def write_frame(
     Text is written as ASCII, what is not becomes ``?``; no second copy of it is made.
     """
     blobs = list(blobs)
-    sizes = (len(blob) if isinstance(blob, str) else blob.nbytes for blob in blobs)
-    head, size = json.dumps(header).encode(), sum(sizes)
+    head, size = json.dumps(header).encode(), sum(map(_size, blobs))
     head = _LENGTHS.pack(len(head), size) + head
     if size <= _PIECE and not any(isinstance(blob, str) for blob in blobs):
         head, blobs = b"".join((head, *blobs)), []  # type: ignore[arg-type] # one call of the system
@@ -84,33 +83,42 @@ def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
     return header, _read(file, blob_size)
 
 
-def store(file: int, blobs: Iterable[memoryview]) -> int:
-    """Write blobs one behind the other to the beginning of a file; how many bytes they are."""
+def store(file: int, blobs: Iterable[memoryview]) -> None:
+    """Write blobs one behind the other to the beginning of a file."""
     offset = 0
     for blob in blobs:
         view = blob.cast("B") if blob.nbytes else blob
         end = offset + view.nbytes
         while offset < end:
             offset += os.pwrite(file, view[view.nbytes - (end - offset) :], offset)
-    return offset
 
 
-def fetch(file: int, size: int) -> np.ndarray:
-    """[size] uint8: what :func:`store` wrote; long answers give their memory back.
+def fetch(file: int, sizes: Sequence[int]) -> list[memoryview]:
+    """What :func:`store` wrote, in parts of so many bytes; long answers give their memory back.
 
     Raises:
         EOFError: the file is shorter.
     """
-    data = np.empty(size, np.uint8)
-    view, filled = data.data, 0
-    while filled < size:
-        count = os.preadv(file, [view[filled:]], filled)
+    parts = [np.empty(size, np.uint8).data for size in sizes]
+    left, filled, total = parts, 0, sum(sizes)
+    while filled < total:
+        count = os.preadv(file, left, filled)
         if not count:
             raise EOFError
         filled += count
-    if size > _KEPT_BYTES:
+        left = _behind(parts, filled)
+    if total > _KEPT_BYTES:
         os.ftruncate(file, 0)
-    return data
+    return parts
+
+
+def _behind(parts: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of buffers of which so many bytes are filled."""
+    left = []
+    for part in parts:
+        left.append(part[min(done, len(part)) :])
+        done = max(0, done - len(part))
+    return left
 
 
 def _read(file: IO[bytes], size: int) -> bytearray:
@@ -227,16 +235,34 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(settings["niceness"])
     processor, form, file = make_processor(settings), settings["form"], settings["file"]
-    write_frame(answers, {"ready": True})
     while True:
         try:
             header, blob = read_frame(requests)
         except EOFError:
             return
-        reply, blobs = answer(processor, form, header, blob)
-        if file is not None and form == "patches":
-            reply, blobs = {**reply, "stored": store(file, blobs)}, ()
-        write_frame(answers, reply, blobs)
+        replies, blobs = list[dict[str, Any]](), list[Any]()
+        for head in header["parts"]:
+            reply, own = answer(processor, form, head, _first(blob, head["size"]))
+            replies.append({**reply, "size": sum(map(_size, own))})
+            blobs += own
+        is_stored = file is not None and form == "patches"
+        if is_stored:
+            store(file, blobs)
+            blobs = []
+        write_frame(answers, {"parts": replies, "stored": is_stored}, blobs)
+
+
+def _first(blob: bytearray, size: int) -> bytearray:
+    """Its first so many bytes, taken out; the last are no copy."""
+    if size == len(blob):
+        return blob
+    first = blob[:size]
+    del blob[:size]
+    return first
+
+
+def _size(blob: memoryview | str) -> int:
+    return len(blob) if isinstance(blob, str) else blob.nbytes
 
 
 if __name__ == "__main__":

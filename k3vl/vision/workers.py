@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from k3vl.vision.source import Abort, resolve
 from k3vl.vision.worker import fetch, read_frame, settings_header, write_frame
 
 if TYPE_CHECKING:
-    from k3vl.types import MediaPart
+    from collections.abc import Sequence
+
+    from k3vl.types import MediaKind, MediaPart
     from k3vl.vision.processor import MediaProcessor
     from k3vl.vision.worker import MediaForm, SourceForm
 
@@ -49,7 +52,7 @@ class Worker:
         shared = None if self._file is None else self._file.fileno()
         self._process = self._start(() if shared is None else (shared,))
         self._settings = {**settings, "file": shared}
-        self._is_ready = False
+        self._kind: MediaKind | None = None  # of the last part
         self.was_killed = False
 
     def _start(self, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -61,39 +64,77 @@ class Worker:
             pass_fds=files,
         )
 
-    def call(self, part: MediaPart, source: str | bytes | Path) -> ProcessedMedia:
-        """Process one part; blocks.
+    @property
+    def answers(self) -> IO[bytes]:
+        """Has something to read when there is an answer, and when the process has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout
 
-        Args:
-            part: all but its source.
-            source: a URL that needs no network, a file's bytes, or a path that was checked.
+    def call(self, part: MediaPart, source: str | bytes | Path) -> ProcessedMedia:
+        """Process one part; blocks. See :meth:`send` and :meth:`receive`.
 
         Raises:
             MediaError: the part cannot be used, or the process died of it.
         """
-        form, blob = _request(source)
-        head = {"kind": part.kind, "detail": part.detail, "form": form}
-        requests, answers = self._process.stdin, self._process.stdout
+        self.send([(part, source)])
+        (outcome,) = self.receive()
+        if isinstance(outcome, MediaError):
+            raise outcome
+        return outcome
+
+    def send(self, parts: Sequence[tuple[MediaPart, str | bytes | Path]]) -> None:
+        """Begin with some parts, when those before have been received.
+
+        Blocks for as long as the process reads. One that is dead is told by :meth:`receive`.
+
+        Args:
+            parts: each without its source, and that: a URL that needs no network, a file's bytes,
+                or a local path.
+        """
+        heads, blobs = [], []
+        for part, source in parts:
+            form, blob = _request(source)
+            size = len(blob)
+            heads.append({"kind": part.kind, "detail": part.detail, "form": form, "size": size})
+            blobs.append(blob)
+        requests, is_first, self._kind = self._process.stdin, self._kind is None, parts[0][0].kind
         assert requests is not None
-        assert answers is not None
         try:
-            if not self._is_ready:
+            if is_first:
                 write_frame(requests, self._settings)
-                read_frame(answers)
-                self._is_ready = True
-            write_frame(requests, head, [blob])
-            header, rest = read_frame(answers)
-            answer = memoryview(rest)
-            if self._file is not None and "stored" in header:
-                answer = fetch(self._file.fileno(), header["stored"]).data
+            write_frame(requests, {"parts": heads}, blobs)
+        except BaseException as exc:
+            self.kill()  # it is dead, or nobody knows what lies in its pipe
+            if not isinstance(exc, Exception):
+                raise
+
+    def receive(self) -> list[ProcessedMedia | MediaError]:
+        """What has become of each part; blocks.
+
+        Raises:
+            MediaError: the process died of one.
+        """
+        try:
+            header, rest = read_frame(self.answers)
+            sizes = [reply["size"] for reply in header["parts"]]
+            if self._file is not None and header["stored"]:
+                blobs = fetch(self._file.fileno(), sizes)
+            else:
+                ends = list(accumulate(sizes))
+                blobs = [
+                    memoryview(rest)[end - n : end] for n, end in zip(sizes, ends, strict=True)
+                ]
         except (OSError, EOFError, ValueError) as exc:
             self.kill()
             raise MediaError(
-                f"{part.kind}: the decoder died of it", code=f"{part.kind}_failed"
+                f"{self._kind}: the decoder died of it", code=f"{self._kind}_failed"
             ) from exc
-        if "error" in header:
-            raise MediaError(header["error"], code=header["code"])
-        return _media(header, answer)
+        return [
+            MediaError(reply["error"], code=reply["code"])
+            if "error" in reply
+            else _media(reply, blob)
+            for reply, blob in zip(header["parts"], blobs, strict=True)
+        ]
 
     def is_alive(self) -> bool:
         """The process runs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 OPEN: Final = "<|open|>"
 CLOSE: Final = "<|close|>"
@@ -73,8 +73,7 @@ K3_SPECIAL_IDS: Final = MappingProxyType(
 """Name -> id of all 256 special tokens; ids without a name of their own are reserved ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Text that is tokenised on its own, never joined to its neighbours.
 
     ``allow_special`` is true only for text that the template wrote: control markers in it become

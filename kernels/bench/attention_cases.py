@@ -16,6 +16,7 @@ from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
 from k3vl.kernels.bench.sglang_tower import attention_peers
 from k3vl.kernels.flash import FlashShape
+from k3vl.kernels.flash_hopper import hopper_flash
 from k3vl.kernels.mla.gpu import (
     DecodeShape,
     mla_decode,
@@ -30,6 +31,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.mla.turned import TurnedShape, turned_shape
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -89,14 +91,17 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
-def _decode_shapes(batch: int) -> dict[str, DecodeShape | HopperShape]:
-    """For 96 heads; as many parts as fill the device, and for one sequence half of them too."""
+def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
+    """For 96 heads: half as many parts as fill the device; the other kernels."""
     most = max(1, 132 // (2 * batch))
-    shapes: list[DecodeShape | HopperShape] = [
-        HopperShape(splits) for splits in ((most, most // 2) if batch == 1 else (most,))
+    usual = min(most, length // 256)
+    shapes: list[DecodeShape | HopperShape | TurnedShape] = [
+        DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most)
     ]
-    shapes.append(DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most))
-    shapes.append(DecodeShape(heads=64, latents=32, warps=8, stages=5, splits=most))
+    if usual > 1:
+        shapes.append(HopperShape(usual // 2))
+    if turned_shape(batch, length):
+        shapes.append(HopperShape(most))
     return {str(shape): shape for shape in shapes}
 
 
@@ -137,7 +142,8 @@ def mla_decode_cases() -> Iterator[Case]:
             bytes=batch * length * 576 * 2 + batch * heads * (576 + 512) * 2,
             flops=2 * batch * length * heads * (576 + 512),
             variants={
-                name: partial(run, shape=shape) for name, shape in _decode_shapes(batch).items()
+                name: partial(run, shape=shape)
+                for name, shape in _decode_shapes(batch, length).items()
             },
             compared=True,
             peers=peers,
@@ -218,6 +224,11 @@ def mla_prefill_cases() -> Iterator[Case]:
         run = partial(
             mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
         )
+        so = partial(
+            hopper_flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
+            keys=Packed.of((keys,), q.device), causal=True,
+            rest=shared.unsqueeze(1).expand(-1, heads, -1),
+        )  # fmt: skip
         pairs = queries * keys - queries * (queries - 1) / 2
         peers: dict[str, Callable[[], object] | Peer] = {}
         if queries == keys:  # PyTorch's causal mask starts at the upper left
@@ -247,7 +258,11 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={"in Triton": partial(run, shape=TRITON_SHAPE)},
+            variants={
+                "in Triton": partial(run, shape=TRITON_SHAPE),
+                "not in turns": partial(so, ordered=False),
+                "a maximum for every tile": partial(so, fixed=False),
+            },
             compared=True,
             peers=peers,
         )
@@ -268,6 +283,9 @@ def vision_cases() -> Iterator[Case]:
         q, k, v = qkv.split(heads, 1)
         items = Packed.of(lengths, q.device)
         run = partial(vision_attention, q, k, v, items)
+        so = partial(
+            hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None
+        )
         yield Case(
             op="vision_attention",
             shape=f"{name} patches H12 K128",
@@ -276,7 +294,11 @@ def vision_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=4 * total * heads * 256,
             flops=4 * heads * 128 * sum(n * n for n in lengths),
-            variants={"in Triton": partial(run, shape=FlashShape(64, 64, 4, 3))},
+            variants={
+                "in Triton": partial(run, shape=FlashShape(64, 64, 4, 3)),
+                "not in turns": partial(so, ordered=False),
+                "a maximum for every tile": partial(so, fixed=False),
+            },
             compared=True,
             peers={
                 "PyTorch scaled_dot_product_attention, equal items together": partial(
@@ -288,12 +310,10 @@ def vision_cases() -> Iterator[Case]:
 
 
 _ROTATIONS = (
-    RotateShape(1, 8, 1),
-    RotateShape(2, 8, 2),
-    RotateShape(4, 8, 2),
+    RotateShape(4, 4, 2),
     RotateShape(8, 8, 4),
-    RotateShape(8, 8, 8),
-    RotateShape(1, 32, 4),
+    RotateShape(16, 4, 8),
+    RotateShape(8, 4, 2),
 )
 
 

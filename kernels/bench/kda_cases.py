@@ -11,17 +11,27 @@ import torch
 from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
-from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
+from k3vl.kernels.kda.gpu import _shape, kda_decode, kda_prefill, prefill_launches
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from k3vl.kernels.kda.gpu import PrefillShape
+    from k3vl.kernels.kda.hopper import HopperShape
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
 
 _K = 128
 _STATE = _K * _K * 4
+_CELL = 67968
+"""Bytes of a cell of K3's cache: a state and, behind it, a window (``lm/cache.py``)."""
+_UNIT = 27
+"""Cells in a row of its cache, with pages of 64 tokens; one such row lies anywhere."""
+
+Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""windows, states and cells."""
 
 
 def _weights(heads: int) -> KDAWeights:
@@ -51,20 +61,20 @@ def decode_cases() -> Iterator[Case]:
     """One token of B sequences; bytes are the states, read and written, and the rows."""
     for batch, heads in ((1, 96), (8, 96), (32, 96), (128, 96), (32, 12)):
         weights, args = _weights(heads), _inputs(batch, heads)
-        windows = normal(batch * heads, 3, 3, _K)
-        cells = torch.randperm(batch * heads, device=windows.device).view(batch, heads)
-        states = normal(batch * heads, _K, _K, dtype=torch.float32)
+        windows, states, cells = _in_units(batch, heads)
         step = partial(kda_decode, *args, weights, windows, states, cells)
         fresh = windows.clone(), states.clone()
 
         def ours(
             args: Inputs = args,
             weights: KDAWeights = weights,
+            pool: tuple[torch.Tensor, torch.Tensor] = (windows, states),
             fresh: tuple[torch.Tensor, torch.Tensor] = fresh,
             cells: torch.Tensor = cells,
         ) -> torch.Tensor:
-            windows, states = (x.clone() for x in fresh)
-            return kda_decode(*args, weights, windows, states, cells)
+            for x, begin in zip(pool, fresh, strict=True):
+                x.copy_(begin)
+            return kda_decode(*args, weights, *pool, cells)
 
         def want(
             args: Inputs = args,
@@ -104,19 +114,54 @@ def _decode_variants(
 ) -> dict[str, Peer]:
     """Other ways, compared with the default one in all that it writes."""
 
-    def prepare(step: Callable[..., torch.Tensor]) -> Work:
+    def prepare(
+        step: Callable[..., torch.Tensor], place: Callable[[int, int], Memory] | None = None
+    ) -> Work:
+        memory = place(*cells.shape) if place else (*pool, cells)
+
         def result() -> torch.Tensor:
-            ours, theirs = ((fresh[0].clone(), fresh[1].clone()) for _ in range(2))
+            ours = fresh[0].clone(), fresh[1].clone()
+            for mine, theirs in zip(memory, fresh, strict=False):
+                mine[memory[2]] = theirs[cells]
             kda_decode(*args, weights, *ours, cells)
-            got = step(*args, weights, *theirs, cells)
-            error = ratio_of_norms(theirs[1], ours[1])
+            got = step(*args, weights, *memory)
+            error = ratio_of_norms(memory[1][memory[2]], ours[1][cells])
             assert error < 1e-5, f"states wrong by {error:.1e}"
-            assert torch.equal(theirs[0], ours[0]), "wrong windows"
+            assert torch.equal(memory[0][memory[2]], ours[0][cells]), "wrong windows"
             return got
 
-        return Work(partial(step, *args, weights, *pool, cells), result)
+        return Work(partial(step, *args, weights, *memory), result)
 
-    return {"in Triton": Peer(partial(prepare, partial(kda_decode, hopper=False)))}
+    ways: dict[str, Callable[[], Work]] = {
+        "heads anywhere": partial(prepare, kda_decode, _anywhere),
+        **{
+            f"cells of {size:,} bytes": partial(prepare, kda_decode, partial(_in_units, cell=size))
+            for size in (68_096, 68_608, 69_632)
+        },
+        "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
+    }
+    return {name: Peer(way) for name, way in ways.items()}
+
+
+def _anywhere(batch: int, heads: int) -> Memory:
+    """Every head in a place of its own, which no cache does: what order in memory is worth."""
+    windows = normal(batch * heads, 3, 3, _K)
+    states = normal(batch * heads, _K, _K, dtype=torch.float32)
+    cells = torch.randperm(batch * heads, device=windows.device).view(batch, heads)
+    return windows, states, cells
+
+
+def _in_units(batch: int, heads: int, cell: int = _CELL) -> Memory:
+    """Room as the cache has it: a sequence's heads in units anywhere, those of a unit in a row."""
+    units = -(-heads // _UNIT)
+    buffer = normal(batch * units * _UNIT, cell // 4, dtype=torch.float32)
+    states = buffer[:, : _K * _K].view(-1, _K, _K)
+    windows = buffer.view(torch.bfloat16)[:, 2 * _K * _K :][:, : 9 * _K].view(-1, 3, 3, _K)
+    windows.copy_(normal(*windows.shape))
+    order = torch.randperm(batch * units, device=buffer.device).view(batch, units, 1)
+    inside = torch.arange(_UNIT, device=buffer.device)
+    cells = (order * _UNIT + inside).flatten(1)[:, :heads].contiguous()
+    return windows, states, cells
 
 
 def _decode_peers(batch: int, heads: int, args: Inputs, weights: KDAWeights) -> dict[str, Peer]:
@@ -189,6 +234,13 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         own = torch.zeros_like(windows), torch.zeros_like(states)
         return kda_prefill(*args, weights, *own, *places)
 
+    def prepare(shape: PrefillShape | HopperShape) -> Work:
+        def result() -> torch.Tensor:
+            own = torch.zeros_like(windows), torch.zeros_like(states)
+            return kda_prefill(*args, weights, *own, *places, shape=shape)
+
+        return Work(partial(run, shape=shape), result)
+
     def want() -> torch.Tensor:
         own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
         return kda_prefill_reference(*_single(args), weights, *own, *places)
@@ -202,11 +254,18 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         limit=1.2e-2,
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+        variants={
+            name: Peer(partial(prepare, shape)) for name, shape in _prefill_shapes(heads).items()
+        },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
             **sglang_kda.prefill_peers(args, weights, lengths, heads),
         },
     )
+
+
+def _prefill_shapes(heads: int) -> dict[str, PrefillShape | HopperShape]:
+    return {"scans": _shape(heads, _K, half=True, hopper=True)._replace(scans=True)}
 
 
 def _prefill_bytes(lengths: list[int], heads: int) -> int:
@@ -218,8 +277,8 @@ def _part_case(lengths: list[int], heads: int) -> Case:
     weights, args = _weights(heads), _inputs(rows, heads)
     places = _places(lengths, heads)
 
-    def prepare(part: str) -> Work:
-        _, launches = prefill_launches(*args, weights, *places)
+    def prepare(part: str, shape: PrefillShape | HopperShape | None = None) -> Work:
+        _, launches = prefill_launches(*args, weights, *places, shape=shape)
         for launch in launches.values():  # each finds what those before it leave
             launch()
         return Work(launches[part])
@@ -238,6 +297,10 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         variants={
             part: Peer(partial(prepare, part))
             for part in prefill_launches(*args, weights, *places)[1]
+        }
+        | {
+            f"prepare, {name}": Peer(partial(prepare, "prepare", shape))
+            for name, shape in _prefill_shapes(heads).items()
         },
     )
 

@@ -153,30 +153,33 @@ def mla_merge_once_kernel(
     out,
     SPLITS,
     R: tl.constexpr,
+    BR: tl.constexpr,
     BS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As ``mla_merge_kernel``, all parts in one go, none of its loads behind another.
+    """As ``mla_merge_kernel``, all parts of BR channels in one go, no load behind another.
 
-    That needs a weight of every part, of empty ones too: it is that of nothing, and what such a
-    part holds has no influence.
+    Parts are [B, SPLITS, H, R]. That needs a weight of every part, of empty ones too: it is that of
+    nothing, and those are zeros.
     """
     let_next_begin(PDL)
-    wait_for_inputs(PDL)
-    i_b = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    at = i_b * SPLITS
+    H = tl.num_programs(0)
+    i_b = tl.program_id(1).to(tl.int64)
+    i_h = tl.program_id(0)
     o_s = tl.arange(0, BS)
-    o_r = tl.arange(0, R)
+    o_r = tl.program_id(2) * BR + tl.arange(0, BR)
     there = o_s < SPLITS
-    part = tl.load(parts + (at + o_s)[:, None] * R + o_r[None, :], mask=there[:, None], other=0.0)
-    w = tl.load(weights + at + o_s, mask=there, other=float("-inf"))
-    filled = w > float("-inf")
-    highest = tl.max(tl.where(filled, w, -1e38), 0)
-    share = tl.where(filled, tl.exp2(w - highest), 0.0)
-    total = tl.maximum(tl.sum(share, 0), 1.0)  # of padding there are no parts
-    part = tl.where(filled[:, None], part.to(tl.float32), 0.0)
-    mixed = tl.sum(part * share[:, None], 0) / total
-    tl.store(out + i_b * R + o_r, mixed.to(out.dtype.element_ty))
+    row = (i_b * SPLITS + o_s) * H + i_h
+    p_part = parts + row[:, None] * R + o_r[None, :]
+    p_weight = weights + (i_b * H + i_h) * SPLITS + o_s
+    wait_for_inputs(PDL)
+    part = tl.load(p_part, mask=there[:, None], other=0.0)
+    tl.debug_barrier()  # else the assembler puts parts behind the wait for weights
+    w = tl.load(p_weight, mask=there, other=float("-inf"))
+    share = tl.exp2(w - tl.maximum(tl.max(w, 0), -1e38))
+    total = tl.maximum(tl.sum(share, 0), 1.0)  # of padding all parts are empty
+    mixed = tl.sum(part.to(tl.float32) * share[:, None], 0) / total
+    tl.store(out + (i_b * H + i_h) * R + o_r, mixed.to(out.dtype.element_ty))
 
 
 @triton.jit

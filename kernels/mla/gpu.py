@@ -30,6 +30,7 @@ from k3vl.kernels.mla.hopper import (
     hopper_parts,
     hopper_takes,
 )
+from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_shape, turned_takes
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
@@ -37,6 +38,10 @@ _PROGRAMS = 132
 
 _FEW_HEADS = 32
 """Up to here the rows of a tensor core's product are mostly padding, and bytes are what counts."""
+
+
+_OF_WARP = 2048
+"""Numbers of parts that a warp adds: their loads are all under way together."""
 
 
 class DecodeShape(NamedTuple):
@@ -151,7 +156,7 @@ def mla_decode(
     scale: float,
     page: int = 1,
     *,
-    shape: DecodeShape | HopperShape | None = None,
+    shape: DecodeShape | HopperShape | TurnedShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_decode`."""
     batch, heads, width = q.shape
@@ -171,23 +176,26 @@ def mla_decode(
     layout = shape or _best_shape(q, latents, rows, latent_width, page)
     splits = layout.splits
     whole = splits == 1
-    lean = isinstance(layout, HopperShape) and layout.lean
-    dtype = torch.bfloat16 if lean else torch.float32
-    parts = out if whole else q.new_empty(batch, heads, splits, latent_width, dtype=dtype)
-    sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
     args = (q, latents, rows, lengths, latent_width, scale, page)
     early = begins_early(q)
-    if isinstance(layout, HopperShape):
-        if not hopper_takes(q, latents, rows, latent_width, page):
+    sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
+    if not isinstance(layout, DecodeShape):
+        takes = hopper_takes if isinstance(layout, HopperShape) else turned_takes
+        if not takes(q, latents, rows, latent_width, page):
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
-        tile = TILE
-        hopper_parts(*args, layout, results=(out, parts, sums), early=early)
-    else:
-        tile = layout.latents
-        _decode_parts(*args, layout, results=(out, parts, sums))
-    if lean:
-        _merge_once(parts, sums, out, early=early)
-    elif not whole:
+        parts = out if whole else q.new_empty(batch, splits, heads, latent_width)
+        if isinstance(layout, HopperShape):
+            hopper_parts(*args, layout, results=(parts, sums), early=early)
+        else:
+            turned_parts(*args, layout, results=(parts, sums), early=early)
+        if not whole:
+            _merge_once(parts, sums, out, early=early)
+        return out
+    parts = out
+    if not whole:
+        parts = q.new_empty(batch, heads, splits, latent_width, dtype=torch.float32)
+    _decode_parts(*args, layout, results=(out, parts, sums))
+    if not whole:
         mla_merge_kernel[(heads, batch, max(1, latent_width // 128))](
             parts,
             sums,
@@ -197,7 +205,7 @@ def mla_decode(
             splits,
             R=latent_width,
             BR=min(latent_width, 128),
-            BN=tile,
+            BN=layout.latents,
             BS=triton.next_power_of_2(splits),
             BP=min(32, triton.next_power_of_2(splits)),
             PDL=early,
@@ -209,17 +217,23 @@ def mla_decode(
 def _merge_once(
     parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, early: bool
 ) -> None:
-    """Add few parts [B, H, SPLITS, R]; each has a weight [B, H, SPLITS], empty ones -inf."""
-    batch, heads, splits, width = parts.shape
-    mla_merge_once_kernel[(heads, batch)](
+    """Add parts [B, SPLITS, H, R]; each has a weight [B, H, SPLITS], that of zeros -inf.
+
+    Programs are single warps: no barriers, and the device is filled evenly.
+    """
+    batch, splits, heads, width = parts.shape
+    slots = triton.next_power_of_2(splits)
+    channels = min(width, max(16, _OF_WARP // slots))
+    mla_merge_once_kernel[(heads, batch, width // channels)](
         parts,
         weights,
         out,
         splits,
         R=width,
-        BS=triton.next_power_of_2(splits),
+        BR=channels,
+        BS=slots,
         PDL=early,
-        num_warps=1,  # so that all programs run at once
+        num_warps=1,
         launch_pdl=early,
     )
 
@@ -400,15 +414,19 @@ def _decode_parts(
 
 def _best_shape(
     q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
-) -> DecodeShape | HopperShape:
+) -> DecodeShape | HopperShape | TurnedShape:
     batch, heads, _ = q.shape
     longest = rows.shape[1] * page
     hopper = hopper_runs(q.device) and hopper_takes(q, latents, rows, latent_width, page)
+    turned = turned_shape(batch, longest)
+    if turned and hopper and turned_takes(q, latents, rows, latent_width, page):
+        return turned
     if heads > _FEW_HEADS and hopper:
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)
         splits = max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE))))
-        return HopperShape(splits)
+        # 64 or 32 and not a few more, which would leave half of the launch that adds them idle.
+        return HopperShape(splits // 32 * 32 or splits)
     return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
 
 

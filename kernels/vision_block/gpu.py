@@ -1,7 +1,7 @@
 """A block of the vision tower on a CUDA device: what surrounds its products is in them.
 
 Its products are the library's, by way of torch: residuals are what they are added to, and GELU is
-the end of the one before it. Left are two norms and the rotation, a launch each.
+the end of the one before it. Left are two norms and what turns queries and keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from k3vl.kernels.packed import Packed
-    from k3vl.kernels.vision_block import VisionAttention, VisionBlockWeights
+    from k3vl.kernels.vision_block import VisionBlockWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,13 +27,12 @@ class VisionBlockGPU:
 
     Attributes:
         norm: RMSNorm.
-        rotate: turns queries and keys where they lie.
-        attention: :mod:`k3vl.kernels.vision_attention`.
+        attention: turns queries and keys, and attends
+            (:func:`k3vl.kernels.vision_attention.gpu.turned_attention`).
     """
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    rotate: Callable[[torch.Tensor, torch.Tensor], None]
-    attention: VisionAttention
+    attention: Callable[[torch.Tensor, torch.Tensor, Packed], torch.Tensor]
     _zeros: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = field(
         default_factory=dict, repr=False
     )
@@ -50,9 +49,7 @@ class VisionBlockGPU:
         check_shapes(x, w, rotary, items)
         qkv = F.linear(self.norm(x, w.attention_norm, w.eps), w.qkv)
         heads = qkv.view(x.shape[0], 3 * w.heads, -1)  # [P, 3H, K]
-        self.rotate(heads[:, : 2 * w.heads], rotary)
-        q, k, v = heads.split(w.heads, 1)
-        mixed = self.attention(q, k, v, items).flatten(1)
+        mixed = self.attention(heads, rotary, items).flatten(1)
         x = x.addmm_(mixed, w.out.t())  # rounded once, in the memory of x
         hidden = self._up(self.norm(x, w.mlp_norm, w.eps), w.up)
         return x.addmm_(hidden, w.down.t())

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.vision_pos.rotate_kernel import rotate_kernel
 
 
@@ -44,9 +45,10 @@ def _launch(
     patches, heads, width = x.shape
     if not patches:
         return
-    layout = shape or RotateShape(4, min(8, triton.next_power_of_2(heads)), 4)
-    grid = (triton.cdiv(patches, layout.patches), triton.cdiv(heads, layout.heads))
-    rotate_kernel[grid](
+    layout = shape or RotateShape(8, min(4, heads), 4)
+    grid = triton.cdiv(patches, layout.patches) * triton.cdiv(heads, layout.heads)
+    early = begins_early(x)
+    rotate_kernel[(grid,)](
         x,
         torch.view_as_real(table).contiguous(),
         out,
@@ -57,5 +59,7 @@ def _launch(
         K=width,
         BP=layout.patches,
         BH=layout.heads,
+        PDL=early,
         num_warps=layout.warps,
+        launch_pdl=early,
     )

@@ -96,6 +96,21 @@ def test_a_tiny_slice_is_checked_and_measured(tmp_path: Path) -> None:
         assert {"commit", "date", "device", "torch", "copy_tb_s", "implementation"} <= line.keys()
 
 
+def test_a_slice_is_measured_over_two_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "slices.jsonl"
+    options = replace(SMALL, tensor_parallel=2, output=output)
+    rows = list(bench_slice(options))
+    alone = list(bench_slice(SMALL))
+    assert [(row.what, row.size, row.work) for row in rows] == [
+        (row.what, row.size, row.work) for row in alone
+    ]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["shape"].rpartition(", ")[2] for line in lines] == ["2 ranks"] * 2
+    assert all(line["error"] < 1e-4 for line in lines)
+    with pytest.raises(ConfigError, match="3 ranks: num_attention_heads is 4"):
+        list(bench_slice(replace(SMALL, tensor_parallel=3)))
+
+
 def test_packed_experts_go_through_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "choose", lambda *_: reference_kernels("tests"))
     rows = list(bench_slice(SMALL))

@@ -172,6 +172,7 @@ class _Language(ModuleType):
     exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
     reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
+    join = staticmethod(lambda a, b: torch.stack([a, b], -1))
     static_range = range
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
@@ -247,6 +248,7 @@ class _Language(ModuleType):
     @staticmethod
     def store(at: Pointer, value: torch.Tensor, mask: Any = None, cache_modifier: str = "") -> None:
         flat, where, live = at.cells(mask)
+        value = torch.tensor(value, dtype=flat.dtype) if isinstance(value, int) else value
         assert value.dtype == flat.dtype
         flat[where[live].long()] = value.expand(where.shape)[live]
 
@@ -417,6 +419,25 @@ def _finish(outstanding: int, deps: list[Product]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+class _Turns:
+    """Barriers by number that two groups share: one gives, the other takes, in turns."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, int] = {}
+
+    def give(self, name: int) -> None:
+        with _meeting:
+            self.given[name] = self.given.get(name, 0) + 1
+            assert self.given[name] == 1, "more arrivals than were announced"
+            _meeting.notify_all()
+
+    def take(self, name: int) -> None:
+        time.sleep(random.choice((0, 0, 1e-3)))
+        with _meeting:
+            _meeting.wait_for(lambda: _failed.is_set() or self.given.get(name), PATIENCE)
+            assert self.given.pop(name, 0), "nobody came"
+
+
 def _meet() -> None:
     if one := group():
         one.meet()
@@ -448,7 +469,7 @@ def launch(
     }
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
     for program in itertools.product(*(range(size) for size in grid)):
-        copies = _Copies()
+        copies, turns = _Copies(), _Turns()
         _failed.clear()
         become(Group("all") if ordered else None)
         names = {
@@ -459,6 +480,8 @@ def launch(
             ),
             "begin_copy": _copy,
             "meet": _meet,
+            "take_turn": turns.take,
+            "give_turn": turns.give,
             "fence_async_shared": _fence,
             "widen": lambda x: x.float(),
             "reciprocal": lambda x: 1 / x,
@@ -474,3 +497,4 @@ def launch(
                 names[name] = FunctionType(value.fn.__code__, names, name)
         names.update(stand_ins or {})
         names[kernel.fn.__name__](*pointers, **constants)
+        assert not any(turns.given.values()), "a turn that nobody takes"

@@ -41,27 +41,23 @@ def test_kernel_is_its_reference(splits: int) -> None:
     begins[1] = 2**62  # a padding row's table is never read
     begins = begins.T.contiguous().T
     q = torch.randn(batch, HEADS, LATENT + SHARED).bfloat16()
-    out = torch.full((batch, HEADS, LATENT), float("nan"), dtype=torch.bfloat16)
-    assert shape.lean is (splits in (2, 3))
-    dtype = BF16 if shape.lean else torch.float32
-    parts = torch.full((batch, HEADS, splits, LATENT), float("nan"), dtype=dtype)
+    parts = torch.full((batch, splits, HEADS, LATENT), float("nan"), dtype=BF16)
     weights = torch.full((batch, HEADS, splits), float("nan"))
 
-    def on_cpu(kernel, grid, matrix, blocks, *args, **constants) -> None:
-        described = (Descriptor(matrix, tuple(block)) for block in blocks)
-        launch(kernel, grid, *described, *args, ordered=True, **constants)
+    def on_cpu(kernel, grid, described, *args, **constants) -> None:
+        blocks = (Descriptor(matrix, tuple(block)) for matrix, block in described)
+        launch(kernel, grid, *blocks, *args, ordered=True, **constants)
 
     assert hopper_takes(q, latents, begins, LATENT, PAGE)
-    results = out, parts, weights
     hopper_parts(
-        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=results, early=True,
-        launch=on_cpu,
+        q, latents, begins, lengths, LATENT, 0.05, PAGE, shape, results=(parts, weights),
+        early=True, launch=on_cpu,
     )  # fmt: skip
+    out = parts[:, 0]
     if splits > 1:
-        empty = weights.isneginf() if shape.lean else weights.isnan()
-        assert torch.equal(empty, parts.isnan().all(-1)), "a part and its weight, or neither"
-        share = weights.masked_fill(empty, float("-inf")).mul(0.6931471805599453).softmax(-1)
-        out = (share.nan_to_num().unsqueeze(-1) * parts.float().nan_to_num()).sum(2)
+        assert not parts[weights.mT.isneginf()].any(), "an empty part is zeros"
+        share = weights.mul(0.6931471805599453).softmax(-1).nan_to_num()
+        out = (share.mT.unsqueeze(-1) * parts.float()).sum(1)
     clean_latents = latents.double().nan_to_num()
     want = mla_decode_reference(q.double(), clean_latents, clean, lengths, LATENT, 0.05, PAGE)
     assert not out[1].any(), "padding gets zeros"
@@ -69,37 +65,33 @@ def test_kernel_is_its_reference(splits: int) -> None:
         assert (out[b] - want[b]).norm() <= 4e-3 * want[b].norm(), lengths[b]
 
 
-# What orders the kernel's accesses: a line to leave out, found by the text before it.
+# What orders the kernel's accesses: a line to leave out, found by its function and the text before.
 ORDER = [
-    ("piece.load(LAYOUT), 0.0)\n", "meet()"),
-    ("piece.store(kept)\n", "fence_async_shared()"),
-    ("piece.store(kept)\n    fence_async_shared()\n", "meet()"),
-    ("in which they land.\n", "mbarrier.wait(landed.index(MINE), phase)"),
-    ("s = warpgroup_mma_wait(0, [s])\n", "mbarrier.wait(landed.index(2 - SIDE), phase)"),
-    ("m_max.index(0).store(higher)\n", "meet()"),
-    ("        else:\n", "mbarrier.wait(told.index(0), phase)"),
-    ("probabilities replace.\n", "meet()"),
-    ("m_p.index(own).store(b_p)\n", "fence_async_shared()"),
-    ("m_p.index(own).store(b_p)\n            fence_async_shared()\n", "meet()"),
-    ("b_own, mixed, is_async=True)\n        mixed = warpgroup_mma_wait(0, [product])\n", "meet()"),
-    ("        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
-    (".to(gl.bfloat16))\n", "fence_async_shared()"),
-    (".to(gl.bfloat16))\n            fence_async_shared()\n", "meet()"),
-    ("        else:\n", "mbarrier.wait(told.index(2), phase)"),
-    ("waits himself.\n", "mbarrier.wait(landed.index(LAST), phase)"),
-    (
-        "b_other, mixed, is_async=True)\n        mixed = warpgroup_mma_wait(0, [product])\n",
-        "meet()",
-    ),
-    ("m_sum.index(SIDE).store(total)\n", "meet()"),
-    ("count=1)\n", "mbarrier.wait(told.index(4 - SIDE), 0)"),
-    ("mask=exists, other=0.0))\n", "fence_async_shared()"),
+    ("zero_rows", "piece.load(LAYOUT), 0.0)\n", "meet()"),
+    ("zero_rows", "piece.store(kept)\n", "fence_async_shared()"),
+    ("zero_rows", "piece.store(kept)\n    fence_async_shared()\n", "meet()"),
+    ("begin_scores", "\n", "mbarrier.wait(landed.index(2 * SIDE * PIECES + k), phase)"),
+    ("begin_scores", "\n", "mbarrier.wait(landed.index((3 - 2 * SIDE) * PIECES + k), phase)"),
+    ("end_mixtures", "\n", "meet()"),
+    ("end_side", "\n", "meet()"),
+    ("end_side", "\n", "mbarrier.wait(told.index(4 - SIDE), 0)"),
+    ("one_side", "\n", "mbarrier.wait(landed.index(4 * PIECES), 0)"),
+    ("one_side", "m_max.index(0).store(higher)\n", "meet()"),
+    ("one_side", "        else:\n", "mbarrier.wait(told.index(0), phase)"),
+    ("one_side", "probabilities replace.\n", "meet()"),
+    ("one_side", "m_p.index(own).store(b_p)\n", "fence_async_shared()"),
+    ("one_side", "m_p.index(own).store(b_p)\n            fence_async_shared()\n", "meet()"),
+    ("one_side", "        if SIDE == 0:\n", "mbarrier.wait(told.index(1), phase)"),
+    ("one_side", "[:, None]).to(gl.bfloat16))\n", "fence_async_shared()"),
+    ("one_side", "[:, None]).to(gl.bfloat16))\n            fence_async_shared()\n", "meet()"),
+    ("one_side", "        else:\n", "mbarrier.wait(told.index(2), phase)"),
+    ("one_side", "\n", "mbarrier.wait(landed.index(LAST + k), phase)"),
 ]
 
 
-@pytest.mark.parametrize(("before", "left_out"), ORDER)
+@pytest.mark.parametrize(("function", "before", "left_out"), ORDER)
 def test_whatever_is_left_out_of_the_order_is_a_race(
-    tmp_path: Path, before: str, left_out: str
+    tmp_path: Path, function: str, before: str, left_out: str
 ) -> None:
     """Three rounds over 300 latents: also what one of them does to the next is ordered."""
     pytest.importorskip("triton.experimental.gluon")
@@ -109,22 +101,25 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     from tests.kernels.ordering import RaceError
 
     text = Path(hopper_kernels.__file__).read_text(encoding="utf-8")
+    start = text.index(f"def {function}(")
+    end = text.index("@gluon.jit", start)
     place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
-    text, found = place.subn(r"\1pass\n", text)
+    body, found = place.subn(r"\1pass\n", text[start:end])
     assert found == 1
+    text = text[:start] + body + text[end:]
     file = tmp_path / "changed.py"
     file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("changed", file)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
 
-    def on_cpu(_, grid, matrix, blocks, *args, **constants) -> None:
-        described = (Descriptor(matrix, tuple(block)) for block in blocks)
+    def on_cpu(_, grid, described, *args, **constants) -> None:
+        blocks = (Descriptor(matrix, tuple(block)) for matrix, block in described)
         kernel = changed.mla_decode_sides_kernel
-        launch(kernel, grid, *described, *args, ordered=True, **constants)
+        launch(kernel, grid, *blocks, *args, ordered=True, **constants)
 
     q, latents = torch.zeros(1, 64, 576).bfloat16(), torch.zeros(320, 576).bfloat16()
-    results = torch.zeros(1, 64, 512).bfloat16(), torch.zeros(1, 64, 1, 512), torch.zeros(1, 64, 1)
+    results = torch.zeros(1, 1, 64, 512).bfloat16(), torch.zeros(1, 64, 1)
     with pytest.raises(RaceError):
         hopper_parts(
             q, latents, torch.arange(0, 320, 64)[None], torch.tensor([300]), 512, 0.05, 64,
@@ -141,6 +136,8 @@ def test_what_the_kernel_does_not_take() -> None:
     assert hopper_takes(q, latents[:, :576].contiguous(), rows, 512, 128)
     assert not hopper_takes(q, latents[:, :576], rows, 512, 64), "rows of 1160 bytes"
     assert not hopper_takes(q, latents[:, 4:].contiguous(), rows, 512, 48), "a tile over two pages"
+    wide = torch.zeros(1, 3, 580, dtype=torch.bfloat16)
+    assert not hopper_takes(wide[..., :576], latents[:, :576].contiguous(), rows, 512, 64)
     assert not hopper_takes(q.float(), latents[:, :576].contiguous().float(), rows, 512, 64)
     assert not hopper_takes(q, latents[:, :576].contiguous(), rows.int(), 512, 64)
 
@@ -150,6 +147,7 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from k3vl.kernels.mla import gpu
     from k3vl.kernels.mla.hopper import HopperShape
+    from k3vl.kernels.mla.turned import TurnedShape
 
     def chosen(
         batch: int, context: int, *, heads: int = 96, page: int = 64, dtype: torch.dtype = BF16
@@ -162,9 +160,16 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
     assert chosen(1, 64) == HopperShape(1)
     assert chosen(1, 8192) == HopperShape(32)
-    assert chosen(1, 32768) == HopperShape(66)
-    assert chosen(32, 8192) == HopperShape(2)
-    assert chosen(128, 8192) == HopperShape(1)
+    assert chosen(1, 32768) == HopperShape(64)
+    assert chosen(2, 32768) == HopperShape(32)
+    assert chosen(3, 8192) == HopperShape(22)
+    assert chosen(16, 8192) == HopperShape(4)
+    assert chosen(26, 8192) == HopperShape(2)
+    assert chosen(32, 8192) == TurnedShape(4)
+    assert chosen(32, 2048) == HopperShape(2)
+    assert chosen(32, 8192, heads=48) == HopperShape(4)
+    assert chosen(128, 8192) == TurnedShape(1)
+    assert chosen(133, 8192) == HopperShape(1)
     for shape in (
         chosen(1, 8192, heads=12),
         chosen(1, 8160, page=48),

@@ -48,6 +48,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.mla.turned import TurnedShape
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -72,7 +73,7 @@ ON_GPU = DEVICE.type == "cuda"
 LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
-HOPPER_WHOLE = KDAHopperShape(128, 5)
+HOPPER_WHOLE = KDAHopperShape(128, 5, scans=True)
 HOPPER_VARIANT = KDAHopperShape(64, 3)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
@@ -266,10 +267,10 @@ def run_prefill(
     want = kda_prefill_reference(*clean, *reference)
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if LARGE and dtype != torch.float32:
-        shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
+        shapes += [PrefillShape(64, 4, 3, 128, scans=True), PrefillShape(key // 2, 4, 4, 168)]
         shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None)]
+        shapes += [PrefillShape(16, 4, 1, None, scans=True)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
         shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
@@ -414,19 +415,19 @@ def check_mla_decode_pages() -> Iterator[str]:
 
 
 def check_mla_decode_merge() -> Iterator[str]:
-    """Parts added in one go: some are empty, then whatever they hold; a row may have none."""
+    """Parts added in one go: some are empty; a row may have none that is not."""
     for dtype in DTYPES:
-        for splits in (2, 3, 4):
-            parts, weights = normal(3, 4, splits, 256), 30 * normal(3, 4, splits)
+        for splits in (2, 3, 4, 12, 32, 64, 66):
+            parts, weights = normal(3, splits, 4, 256), 30 * normal(3, 4, splits)
             weights[0, :, 1:] = weights[1] = float("-inf")
-            parts[weights.isneginf()] = float("nan")
+            parts[weights.mT.isneginf()] = 0.0
             share = (weights.double() * math.log(2)).softmax(-1).nan_to_num()
-            want = (share.unsqueeze(-1) * parts.to(dtype).double().nan_to_num()).sum(2)
+            want = (share.mT.unsqueeze(-1) * parts.to(dtype).double()).sum(1)
             out = torch.full((3, 4, 256), float("nan"), device=DEVICE, dtype=dtype)
             _merge_once(parts.to(dtype), weights, out, early=ON_GPU)
             close(f"merge of {splits} {dtype}", out, want, bound(dtype))
             assert not out[1].any(), "padding gets zeros"
-        yield f"{dtype} 2 to 4 parts, NaN in empty ones"
+        yield f"{dtype} 2 to 66 parts"
 
 
 def check_mla_decode_hopper() -> Iterator[str]:
@@ -449,12 +450,23 @@ def check_mla_decode_hopper() -> Iterator[str]:
     q = normal(batch, heads, 576, dtype=torch.bfloat16)
     args = (latents.double().nan_to_num(), clean, lengths, 512, 0.07, page)
     want = mla_decode_reference(q.double(), *args)
-    for shape in (None, *(HopperShape(splits) for splits in (1, 2, 3, 5, 66))):
+    for shape in (None, *(HopperShape(splits) for splits in (1, 2, 3, 5, 64, 66))):
         for _ in range(20 if LARGE else 2):  # whatever the order of the warps
             got = mla_decode(q, latents, begins, lengths, 512, 0.07, page, shape=shape)
             close(f"{shape}", got, want, bound(torch.bfloat16))
             assert not got[1].any(), "padding gets zeros"
     yield "1 to 66 parts, NaN in all that is not used"
+    for size in (1.0, 60.0):  # the larger scores are, the further on, so that references are raised
+        larger = torch.linspace(1.0, size, page + 7, device=DEVICE).repeat(batch * most)[:, None]
+        grown = (latents.float() * larger).bfloat16()
+        want = mla_decode_reference(q.double(), grown.double().nan_to_num(), *args[1:])
+        for splits in (1, 2, 3, 4, 9):
+            for _ in range(20 if LARGE else 2):
+                shape = TurnedShape(splits)
+                got = mla_decode(q, grown, begins, lengths, 512, 0.07, page, shape=shape)
+                close(f"{shape}, {size}", got, want, bound(torch.bfloat16))
+                assert not got[1].any(), "padding gets zeros"
+    yield "turned, 1 to 9 parts, NaN in all that is not used, references raised"
 
 
 def check_mla_store() -> Iterator[str]:

@@ -4,6 +4,7 @@ Triton decides between compiler and interpreter when it is imported. Usage: visi
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from k3vl.kernels.mla.reference import mla_prefill_reference
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm.gpu import NormShape, rms_norm
-from k3vl.kernels.vision_attention.gpu import vision_attention
+from k3vl.kernels.vision_attention.gpu import turned_attention, vision_attention
 from k3vl.kernels.vision_attention.reference import vision_attention_reference
 from k3vl.kernels.vision_block import VisionBlockWeights
 from k3vl.kernels.vision_block.gpu import VisionBlockGPU
@@ -28,7 +29,7 @@ DEVICE = torch.device(sys.argv[1])
 ON_GPU = DEVICE.type == "cuda"
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
-BLOCK = VisionBlockGPU(norm=rms_norm, rotate=rotate_in_place, attention=vision_attention)
+BLOCK = VisionBlockGPU(norm=rms_norm, attention=turned_attention)
 
 
 def bound(dtype: torch.dtype) -> float:
@@ -74,7 +75,7 @@ def check_rotation(dtype: torch.dtype) -> None:
         want = rotate_reference(x.cpu(), 3, 5)
         got = rotate(x, table.to(DEVICE))
         close(f"rotation of {heads} heads", got.cpu(), want, bound(dtype))
-        for shape in (None, RotateShape(2, 4, 1), RotateShape(16, 2, 4)):
+        for shape in (None, RotateShape(2, 4, 1), RotateShape(16, 2, 4), RotateShape(1, 16, 2)):
             turned = torch.full((15, heads + 2, 48), 7.0, device=DEVICE, dtype=dtype)
             inside = turned[:, 1 : heads + 1, 16:32]
             inside.copy_(x)
@@ -191,6 +192,42 @@ def check_programs() -> None:
         assert torch.equal(few, many), causal
 
 
+def check_outgrown() -> None:
+    """Queries that outgrow the scores of their first keys have the bits of careful ones."""
+    lengths = (1024, 300, 2304)
+    q, k, v = normal(sum(lengths), 36, 128, dtype=torch.bfloat16).split(12, 1)
+    k[1024:1100, 5] *= 120
+    items = Packed.of(lengths, DEVICE)
+    want = vision_attention_reference(q.float(), k.float(), v.float(), lengths)
+    attend = partial(
+        hopper_flash, q, k, v, 128**-0.5, queries=items, keys=items, causal=False, rest=None
+    )
+    careful = attend(fixed=False)
+    for ordered in (False, True):
+        got = attend(ordered=ordered)
+        close("outgrown", got, want, HALF)
+        assert torch.equal(got[1024:1324, 5], careful[1024:1324, 5]), ordered
+
+
+def turned_before(heads: torch.Tensor, turns: torch.Tensor, items: Packed) -> torch.Tensor:
+    count = heads.shape[1] // 3
+    q, k, v = heads.split(count, 1)
+    return vision_attention(rotate(q, turns).contiguous(), rotate(k, turns), v, items)
+
+
+def check_queries_turned_in_attention() -> None:
+    """The block has the same result whoever turns its queries."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    grids = [(32, 32), (5, 13), (48, 48)] if ON_GPU else [(2, 3), (5, 4)]
+    heads, key, width, inner = (12, 128, 1024, 4096) if ON_GPU else (3, 32, 48, 80)
+    lengths = [rows * columns for rows, columns in grids]
+    table = torch.cat([rotary_table(rows, columns, key) for rows, columns in grids]).to(DEVICE)
+    w, items = weights(heads, key, width, inner, dtype), Packed.of(lengths, DEVICE)
+    x = normal(sum(lengths), width, dtype=dtype)
+    want = replace(BLOCK, attention=turned_before)(x.clone(), w, table, items)
+    close("queries turned in attention", BLOCK(x.clone(), w, table, items), want.double(), 1e-3)
+
+
 def main() -> None:
     seed = 1
     sys.stdout.write(f"seed {seed}\n")
@@ -204,7 +241,10 @@ def main() -> None:
         if ON_GPU:
             check_block(dtype, [(32, 32), (32, 32), (48, 48)], 12, 128, 1024, 4096)
         sys.stdout.write(f"checked {dtype}\n")
+    check_queries_turned_in_attention()
     if ON_GPU:
+        if torch.cuda.get_device_capability() == (9, 0):
+            check_outgrown()
         check_causal()
         check_programs()
 

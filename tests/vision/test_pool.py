@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import signal
 import subprocess
@@ -117,6 +118,49 @@ def test_a_worker_that_dies_takes_one_part_with_it(pool: PooledProcessor, idle: 
                 job.result(20)
     same(pool.process(FOX), MediaProcessor(K3_MEDIA).process(FOX))
     assert child.pid not in {other.pid for other in living_workers()}
+
+
+def test_many_are_done_together_and_each_has_its_own_end(pool: PooledProcessor) -> None:
+    here, bad = MediaProcessor(K3_MEDIA), MediaPart("image", FOX[:2000])
+    parts = [MediaPart("image", FOX_PATH), bad, MediaPart("image", FOX), bad] * 9
+    begun = [pool.begin(part) for part in (*parts, MediaPart("video", CLIP), *parts)]
+    for part, made in zip((*parts, MediaPart("video", CLIP), *parts), begun, strict=True):
+        if part is bad:
+            with pytest.raises(MediaError, match="truncated"):
+                made.result(60)
+        else:
+            same(made.result(60), here.process(part))
+
+
+def test_a_worker_that_dies_with_several_takes_none_with_it_that_another_can_do() -> None:
+    pool = PooledProcessor(K3_MEDIA, num_workers=1)
+    pool.process(FOX)
+    (child,) = living_workers()
+    os.kill(child.pid, signal.SIGSTOP)
+    alone = pool.begin(MediaPart("image", FOX_PATH))
+    begun = [pool.begin(MediaPart("image", FOX_PATH)) for _ in range(5)]
+    os.kill(child.pid, signal.SIGKILL)
+    with contextlib.suppress(MediaError):  # it was written alone, if the thread was quick
+        alone.result(20)
+    for made in begun:
+        same(made.result(20), MediaProcessor(K3_MEDIA).process(FOX))
+    pool.close()
+    assert living_workers() == []
+
+
+def test_parts_that_nobody_wants_any_more_are_not_done(pool: PooledProcessor) -> None:
+    pool.process(FOX)
+    children = living_workers()
+    for child in children:
+        os.kill(child.pid, signal.SIGSTOP)
+    begun = [pool.begin(MediaPart("video", CLIP_PATH)) for _ in range(9)]
+    cancelled = [made.cancel() for made in begun[2:]]
+    assert all(cancelled)
+    for child in children:
+        os.kill(child.pid, signal.SIGCONT)
+    for made in begun[:2]:
+        made.result(60)
+    assert not pool._waiting
 
 
 def test_closing_ends_what_is_under_way(pool: PooledProcessor) -> None:

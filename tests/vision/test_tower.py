@@ -230,6 +230,16 @@ def test_a_repeated_grid_needs_nothing_of_the_host_but_launches():
     assert names == {"pixel_kernel": 1, "rms_norm_kernel": 2 * 2 + 1, **each}
 
 
+def test_what_is_kept_of_a_grid_is_rows_and_is_not_copied_for_a_lone_item():
+    tower = tiny_models()[0].requires_grad_(False)
+    for grid in ((1, 6, 4), (3, 2, 8)):
+        kept = tower.plan([grid])
+        assert kept.place.is_contiguous(), grid
+        again = tower.plan([grid])
+        assert again.place.data_ptr() == kept.place.data_ptr()
+        assert again.rotary.data_ptr() == kept.rotary.data_ptr()
+
+
 def test_gradients_reach_every_parameter():
     tower, projector = tiny_models()
     for parameter in [*tower.parameters(), *projector.parameters()]:

@@ -107,14 +107,15 @@ def test_shared_memory_is_read_whole_and_given_back(monkeypatch: pytest.MonkeyPa
     first, second = np.arange(900, dtype=np.uint8), np.arange(100, dtype=np.uint8)
     with workers._unnamed_file() as file:
         for blobs, left in (((first, second), 1000), ((first, second, second), 0)):
-            size = worker.store(file.fileno(), [blob.data for blob in blobs])
-            found = worker.fetch(file.fileno(), size)
-            np.testing.assert_array_equal(found, np.concatenate(blobs))
+            worker.store(file.fileno(), [blob.data for blob in blobs])
+            found = worker.fetch(file.fileno(), [len(blob) for blob in blobs])
+            for one, blob in zip(found, blobs, strict=True):
+                np.testing.assert_array_equal(one, blob)
             assert os.fstat(file.fileno()).st_size == left
-        assert worker.store(file.fileno(), []) == 0
-        assert worker.fetch(file.fileno(), 0).size == 0
+        worker.store(file.fileno(), [])
+        assert worker.fetch(file.fileno(), []) == []
         with pytest.raises(EOFError):
-            worker.fetch(file.fileno(), 1)
+            worker.fetch(file.fileno(), [1])
 
 
 def test_what_was_handed_out_stays_as_it_was() -> None:
@@ -259,7 +260,7 @@ def test_a_data_url_that_is_too_long_never_reaches_a_worker() -> None:
         with pytest.raises(MediaError) as caught:
             await workers.process(MediaPart("image", "data:;base64," + "A" * 4_000_000))
         assert caught.value.code == "media_too_large"
-        assert not any(worker._is_ready for worker in workers._idle)
+        assert all(worker._kind is None for worker in workers._idle)
 
     policy = FetchPolicy(max_bytes=2**20)
     with_workers(test, processor=MediaProcessor(K3_MEDIA, policy=policy))

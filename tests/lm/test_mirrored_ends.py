@@ -1,0 +1,174 @@
+"""How an engine over two processes begins and ends: nobody is left behind, or waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from k3vl import load
+from k3vl.config import DEMO_CHECKPOINT, parse_config
+from k3vl.errors import BackendError, ConfigError, K3VLError, WeightError
+from k3vl.lm.local import LocalBackend
+from k3vl.lm.mirrored import lead, require_ranks
+from k3vl.pipeline import Pipeline
+from k3vl.synthetic import slice_config
+from k3vl.types import MediaPart, Message, TextPart
+from tests import rank_parts
+from tests.process import ROOT
+from tests.rank_parts import SOON, ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from k3vl.lm.mirrored import LeadingEngine
+
+
+def test_the_demo_model_says_what_it_sees_on_two_ranks() -> None:
+    """Through the whole pipeline: weights of 8 bits, and a picture that both encode."""
+    picture = MediaPart("image", ROOT / "examples" / "fox-kite-bus.png")
+    messages = [Message(role="user", parts=(TextPart("Describe this."), picture))]
+    with Pipeline.load("demo", device="cpu", tensor_parallel=2) as pipeline:
+        assert pipeline.reply(messages).content == "A fox, a kite and a bus."
+        again = pipeline.reply(messages)
+        assert again.usage.cached_tokens > 0
+        assert again.content == "A fox, a kite and a bus."
+        with pytest.raises(ConfigError, match="2 ranks share"):
+            pipeline.update_weights(DEMO_CHECKPOINT)
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (rank_parts.build_damaged, WeightError, "rank 1 of 2: model.safetensors: damaged"),
+        (rank_parts.build_wrong, BackendError, "rank 1 of 2: ZeroDivisionError: a bug"),
+        (rank_parts.build_killed, BackendError, r"rank 1 of 2: its process ended \(-9\)"),
+    ],
+)
+def test_a_rank_that_cannot_begin_is_heard(
+    build: Callable[..., Any], error: type[K3VLError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lead(2, build, "cpu")
+    assert not dist.is_initialized()
+
+
+def test_a_first_rank_that_cannot_begin_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    with pytest.raises(ConfigError, match="3 ranks: num_attention_heads is 4"):
+        lead(3, rank_parts.build, "cpu")
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+
+
+@pytest.fixture
+def fragile() -> Iterator[tuple[LeadingEngine, LocalBackend]]:
+    engine = lead(2, rank_parts.build, "cpu")
+    backend = LocalBackend(engine)
+    yield engine, backend
+    backend.close()
+    assert all(p.poll() is not None for p in engine.followers._processes.values())
+    assert not dist.is_initialized()
+    assert not [t for t in threading.enumerate() if t in engine.followers._threads]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_that_dies_ends_the_engine(
+    fragile: tuple[LeadingEngine, LocalBackend], busy: bool
+) -> None:
+    engine, backend = fragile
+    if busy:
+        sink = ask(backend, 20, max_tokens=400)
+        sink.events.get(timeout=SOON)
+    for process in engine.followers._processes.values():
+        process.kill()
+        process.wait()
+    if not busy:
+        sink = ask(backend, 20, max_tokens=400)
+    with pytest.raises(BackendError, match=r"rank 1 of 2: its process ended \(-9\)"):
+        sink.rest()
+    with pytest.raises(BackendError, match="the engine stopped"):
+        ask(backend, 20)
+
+
+def test_ranks_that_disagree_are_found_out(fragile: tuple[LeadingEngine, LocalBackend]) -> None:
+    engine, backend = fragile
+    assert len(ask(backend, 20, max_tokens=2).rest()) == 2
+    engine.digest ^= 1
+    with pytest.raises(BackendError, match="rank 1 of 2: its tokens are not those of rank 0"):
+        ask(backend, 20, max_tokens=40).rest()
+
+
+def test_a_first_rank_that_is_killed_leaves_nobody() -> None:
+    program = (
+        "import time; from k3vl.lm.mirrored import lead; from tests import rank_parts\n"
+        "engine = lead(2, rank_parts.build, 'cpu')\n"
+        "print(*[p.pid for p in engine.followers._processes.values()], flush=True)\n"
+        "time.sleep(600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    leading = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+    )
+    assert leading.stdout is not None
+    with leading.stdout as out:
+        other = int(out.readline())
+        os.kill(other, 0)
+        leading.send_signal(signal.SIGKILL)
+        leading.wait()
+        end = time.monotonic() + SOON
+        while time.monotonic() < end and _runs(other):
+            time.sleep(0.05)
+    assert not _runs(other)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:  # one that has ended waits for its new parent, which may not care
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_ranks(2, torch.device("cuda"))
+    require_ranks(8, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="3 ranks: each has a GPU of its own, torch sees 2"):
+        require_ranks(3, torch.device("cuda"))
+
+
+def test_what_all_ranks_hold_counts_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K3's tower, embedding, routers, latent and low-rank projections; the smallest GPU decides."""
+    k3 = parse_config(slice_config(93))
+    on_all = load.bytes_on_all(k3, torch.bfloat16)
+    assert 14.5e9 < on_all < 15e9
+    free = {None: 90, 0: 90, 1: 80, 2: 100}
+    monkeypatch.setattr(load, "available_memory", lambda device: free[device.index])
+    assert load.memory_of_ranks(torch.device("cuda"), 3, 10) == 3 * 80 - 2 * 10
+    assert load.memory_of_ranks(torch.device("cpu"), 3, 10) == 90 - 2 * 10
+    monkeypatch.setattr(load, "available_memory", lambda device: 60 << 20)
+    with pytest.raises(ConfigError, match=r"short.*; the embedded engine holds 2 devices' worth"):
+        Pipeline.load("demo", device="cpu", tensor_parallel=2)
