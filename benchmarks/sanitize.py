@@ -79,9 +79,8 @@ EXPLAINED = {
         (_SUM, "total = total + m_sum.index(1 - SIDE).load(ROW)"): _EXCHANGED,
         (
             _SUM,
-            "mixed = mixed / gl.convert_layout(gl.maximum(total, 1.0), ROW_O)[:, None]",
+            "share = gl.convert_layout(1.0 / gl.maximum(total, 1.0), ROW_O)[:, None]",
         ): _EXCHANGED,
-        (_SUM, "elif start < length:"): _EXCHANGED,
         (_MLA, _MLA): _HANDED_OVER,
         (_SPLIT, _MLA): _HANDED_OVER,
     },

@@ -1,8 +1,9 @@
 """Many requests at once: who prepares them, who hands answers out, and who reads these.
 
-A few threads prepare; the backend's thread leaves answers in one queue; the thread that asked reads
-it. A thread for each request would be woken for each of them, hundreds at a time, and every one of
-them would take Python's lock from the engine's thread between two launches.
+Who has the last of a request's media writes its prompt; the backend's thread leaves answers in one
+queue; the thread that asked reads it. A thread for each request would be woken for each of them,
+hundreds at a time, and every one of them would take Python's lock from the engine's thread between
+two launches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     Items: TypeAlias = list[Token | K3VLError]
 
 THREADS = 32
-"""At most so many prepare: they wait for files, hosts and decoders, and each may hold a raster."""
+"""At most, for media that are made or fetched here: they wait for hosts and decoders, and each may
+hold a raster."""
 HELD = 4
 """Requests that are held, for each that is in the works: one slow answer does not stop the rest."""
 FROZEN_BY_PYTHON = 1000

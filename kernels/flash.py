@@ -40,8 +40,6 @@ def flash(
     causal: bool,
     rest: torch.Tensor | None = None,
     shape: FlashShape | None = None,
-    turns: torch.Tensor | None = None,
-    early: bool = False,
 ) -> torch.Tensor:
     """Attend within every sequence.
 
@@ -53,14 +51,12 @@ def flash(
         causal: whether the last query sees all keys and every earlier one a key less.
         rest: [M, H, P], the last part of the keys; None for P = 0.
         shape: of the Triton kernel's programs; None: the best, or the Gluon kernel where it runs.
-        turns, early: of the Gluon kernel; see :func:`k3vl.kernels.flash_hopper.hopper_flash`.
 
     Returns:
         [N, H, V] in the dtype of ``q``; softmax in float32.
 
     Raises:
-        ShapeError: a width is no power of two of at least 16 (V: 32), a row is not contiguous, or
-            there are ``turns`` and it is not the Gluon kernel's call.
+        ShapeError: a width is no power of two of at least 16 (V: 32), or a row is not contiguous.
     """
     rows, heads, _ = q.shape
     key, value = k.shape[-1], v.shape[-1]
@@ -74,13 +70,8 @@ def flash(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and {shared}, v {tuple(v.shape)}; "
             "rows must be contiguous and widths powers of two, at least 16"
         )
-    if shape is None and takes_turns(q, k, v, rest):
-        return hopper_flash(
-            q, k, v, scale, queries=queries, keys=keys, causal=causal, rest=rest, turns=turns,
-            early=early,
-        )  # fmt: skip
-    if turns is not None:
-        raise ShapeError("attention: queries are turned by the Gluon kernel alone")
+    if shape is None and by_hopper(q, k, v, rest):
+        return hopper_flash(q, k, v, scale, queries=queries, keys=keys, causal=causal, rest=rest)
     out = torch.empty(rows, heads, value, dtype=q.dtype, device=q.device)
     if not rows:
         return out
@@ -116,10 +107,10 @@ def flash(
     return out
 
 
-def takes_turns(
+def by_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: torch.Tensor | None = None
 ) -> bool:
-    """Whether :func:`flash` has the Gluon kernel do it, which can turn queries itself."""
+    """Whether :func:`flash` has the Gluon kernel do it."""
     return hopper_runs(q.device) and hopper_flash_takes(q, k, v, rest)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +13,7 @@ from k3vl.bulk import FROZEN_BY_PYTHON, HELD, only_new_garbage
 from k3vl.errors import BackendError, MediaError
 from k3vl.pipeline import Pipeline, Reply
 from k3vl.types import MediaPart, Message, SamplingParams, TextPart
+from k3vl.vision.processor import MediaProcessor
 from tests.fakes import HeldBackend
 from tests.test_pipeline import ANSWER, TOKENIZER, ask, pipeline, png
 
@@ -155,6 +157,85 @@ def test_media_are_prepared_by_the_processor_for_many() -> None:
     assert len(seen) == 2
     pipe.reply([message])
     assert len(seen) == 2
+
+
+class Elsewhere(MediaProcessor):
+    """Others make the media; they are there when the test says so."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.begun = []
+
+    def is_quick(self, part):
+        return True
+
+    def begin(self, part):
+        self.begun.append((part, Future()))
+        return self.begun[-1][1]
+
+    def end(self, index, outcome=None):
+        part, made = self.begun[index]
+        if outcome is None:
+            made.set_result(self.process(part))
+        else:
+            made.set_exception(outcome)
+
+
+def elsewhere_pipeline() -> tuple[Pipeline, Elsewhere]:
+    pipe = pipeline()
+    pipe.bulk_processor = processor = Elsewhere(pipe.processor.config)
+    return pipe, processor
+
+
+def test_media_that_others_make_may_be_there_in_any_order() -> None:
+    pipe, processor = elsewhere_pipeline()
+    requests = [
+        pipe.request(ask(MediaPart("image", png(28 * (i + 1), 28)), TextPart(str(i))))
+        for i in range(4)
+    ]
+    results = pipe.replies(requests, in_flight=4)
+    reader = ThreadPoolExecutor(1)
+    got = reader.submit(list, results)
+    wait_for(lambda: len(processor.begun) == 4)
+    for index in (2, 0, 3, 1):
+        processor.end(index)
+    assert [reply.media[0].width for reply in got.result(20)] == [28, 56, 84, 112]
+    reader.shutdown()
+
+
+def test_the_first_part_that_fails_is_told_whichever_was_the_first_to() -> None:
+    pipe, processor = elsewhere_pipeline()
+    part = MediaPart("image", png(28, 28))
+    requests = [pipe.request(ask(part, part, part)), pipe.request(ask(part))]
+    reader = ThreadPoolExecutor(1)
+    got = reader.submit(list, pipe.replies(requests))
+    wait_for(lambda: len(processor.begun) == 4)
+    processor.end(2, MediaError("third", code="image_failed"))
+    processor.end(3)
+    processor.end(1, MediaError("second", code="image_truncated"))
+    processor.end(0)
+    error, reply = got.result(20)
+    assert (str(error), error.param, error.code) == (
+        "messages[0].content[1]: second",
+        "messages[0].content[1]",
+        "image_truncated",
+    )
+    assert isinstance(reply, Reply)
+    reader.shutdown()
+
+
+def test_leaving_early_drops_media_that_others_have_not_made() -> None:
+    pipe, processor = elsewhere_pipeline()
+    part = MediaPart("image", png(28, 28))
+    results = pipe.replies([pipe.request(ask(part)) for _ in range(5)], in_flight=3)
+    reader = ThreadPoolExecutor(1)
+    got = reader.submit(next, results)
+    wait_for(lambda: len(processor.begun) == 3)
+    processor.end(0)
+    assert isinstance(got.result(20), Reply)
+    reader.shutdown()
+    results.close()
+    assert all(made.cancelled() for _, made in processor.begun[1:])
 
 
 def test_python_looks_for_new_garbage_only_while_a_run_lasts() -> None:

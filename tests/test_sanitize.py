@@ -132,7 +132,7 @@ def test_races_that_are_none_are_known_by_what_their_lines_say(tmp_path: Path) -
     source = tmp_path / "kernels" / "mla" / "two.py"
     source.parent.mkdir(parents=True)
     known = list(EXPLAINED["mla_decode_sides_kernel"])
-    (sum_, load), (kernel, _) = known[2], known[5]
+    (sum_, load), (kernel, _) = known[2], known[4]
     zeroed = next(iter(EXPLAINED["flash_hopper_kernel"]))[0]
     source.write_text(
         f"{kernel}\n    {sum_}\n    {load}\n  gl.warp_specialize(\n  x = 3\n  {zeroed}\n"

@@ -31,6 +31,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.mla.turned import TurnedShape, turned_shape
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_reference
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -90,15 +91,17 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
 
 
-def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape]:
-    """For 96 heads: half as many parts as fill the device; the kernel in Triton."""
+def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:
+    """For 96 heads: half as many parts as fill the device; the other kernels."""
     most = max(1, 132 // (2 * batch))
     usual = min(most, length // 256)
-    shapes: list[DecodeShape | HopperShape] = [
+    shapes: list[DecodeShape | HopperShape | TurnedShape] = [
         DecodeShape(heads=64, latents=64, warps=8, stages=2, splits=most)
     ]
     if usual > 1:
         shapes.append(HopperShape(usual // 2))
+    if turned_shape(batch, length):
+        shapes.append(HopperShape(most))
     return {str(shape): shape for shape in shapes}
 
 

@@ -30,6 +30,7 @@ from k3vl.kernels.mla.hopper import (
     hopper_parts,
     hopper_takes,
 )
+from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_shape, turned_takes
 from k3vl.kernels.packed import Packed
 
 _PROGRAMS = 132
@@ -155,7 +156,7 @@ def mla_decode(
     scale: float,
     page: int = 1,
     *,
-    shape: DecodeShape | HopperShape | None = None,
+    shape: DecodeShape | HopperShape | TurnedShape | None = None,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.mla.mla_decode`."""
     batch, heads, width = q.shape
@@ -178,11 +179,15 @@ def mla_decode(
     args = (q, latents, rows, lengths, latent_width, scale, page)
     early = begins_early(q)
     sums = out if whole else q.new_empty(batch, heads, splits, dtype=torch.float32)
-    if isinstance(layout, HopperShape):
-        if not hopper_takes(q, latents, rows, latent_width, page):
+    if not isinstance(layout, DecodeShape):
+        takes = hopper_takes if isinstance(layout, HopperShape) else turned_takes
+        if not takes(q, latents, rows, latent_width, page):
             raise ShapeError(f"mla_decode: {layout} takes neither these widths nor pages of {page}")
         parts = out if whole else q.new_empty(batch, splits, heads, latent_width)
-        hopper_parts(*args, layout, results=(parts, sums), early=early)
+        if isinstance(layout, HopperShape):
+            hopper_parts(*args, layout, results=(parts, sums), early=early)
+        else:
+            turned_parts(*args, layout, results=(parts, sums), early=early)
         if not whole:
             _merge_once(parts, sums, out, early=early)
         return out
@@ -409,10 +414,13 @@ def _decode_parts(
 
 def _best_shape(
     q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
-) -> DecodeShape | HopperShape:
+) -> DecodeShape | HopperShape | TurnedShape:
     batch, heads, _ = q.shape
     longest = rows.shape[1] * page
     hopper = hopper_runs(q.device) and hopper_takes(q, latents, rows, latent_width, page)
+    turned = turned_shape(batch, longest)
+    if turned and hopper and turned_takes(q, latents, rows, latent_width, page):
+        return turned
     if heads > _FEW_HEADS and hopper:
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)

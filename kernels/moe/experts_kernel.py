@@ -298,6 +298,25 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
     tl.store(out + n * WIDTH + o_d, total, live)
 
 
+@triton.jit
+def norm_sum_kernel(
+    total, norm, out, eps,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's sum [WIDTH] float32, rounded, then RMSNorm: the end of ``combine_kernel``."""
+    o_d = tl.arange(0, BLOCK)
+    live = o_d < WIDTH
+    scales = tl.load(norm + o_d, live, 0) if NORM else 0
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    y = tl.load(total + o_d, live, 0).to(out.dtype.element_ty)
+    if NORM:
+        wide = y.to(tl.float32)
+        rms = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
+        y = (wide * rms * scales.to(tl.float32)).to(y.dtype)
+    tl.store(out + o_d, y, live)
+
+
 LEAST = tl.constexpr(-3.4028234663852886e38)
 
 

@@ -31,26 +31,17 @@ class Few:
 
     Attributes:
         warps: of a program.
-        parts: groups of warps that share a block of rows, each with its share of the columns.
         depth: steps of 128 columns whose weights are asked for at once.
         registers: of a thread at most; None: as many as it takes.
-        early: the next weights are asked for before the present ones are decoded.
     """
 
     warps: int = 4
-    parts: int = 1
     depth: int = 2
     registers: int | None = None
-    early: bool = False
 
     def fits(self, features: int, columns: int) -> bool:
         """Whether blocks divide a matrix; a block of rows has 32, or 16 gates and their ups."""
-        steps = columns // _STEP_COLUMNS
-        return (
-            features % (self.warps // self.parts) == 0
-            and columns % _STEP_COLUMNS == 0
-            and steps % (self.parts * self.depth) == 0
-        )
+        return features % self.warps == 0 and columns % (_STEP_COLUMNS * self.depth) == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +52,8 @@ class FewShapes:
     down: Few
 
 
-SHAPES = FewShapes(gate_up=Few(registers=128, early=True), down=Few(warps=2, early=True))
-"""From two tokens on."""
-
-ALONE = FewShapes(gate_up=Few(parts=2, registers=96), down=Few(warps=2))
-"""Of a single token."""
-
-
-def few_shapes(tokens: int, stored: Mxfp4Experts) -> FewShapes | None:
-    """How so many tokens' products are cut; None where other products take them."""
-    shapes = ALONE if tokens == 1 else SHAPES
-    return shapes if can_take(stored, shapes) else None
+SHAPES = FewShapes(gate_up=Few(registers=128), down=Few(warps=2))
+"""As they are taken."""
 
 
 def can_take(stored: Mxfp4Experts, shapes: FewShapes) -> bool:
@@ -86,7 +68,7 @@ def can_take(stored: Mxfp4Experts, shapes: FewShapes) -> bool:
 
 def few_products(
     x: torch.Tensor,
-    plan: ExpertPlan | torch.Tensor,
+    plan: ExpertPlan,
     stored: Mxfp4Experts,
     activation: GatedActivation,
     top_k: int,
@@ -97,8 +79,7 @@ def few_products(
 
     Args:
         x: [N, L] bfloat16.
-        plan: of its pairs, with tiles of EIGHT; or the experts of a single token, [1, k] int64,
-            where every pair is a tile and nothing needs to be planned.
+        plan: of its pairs, with tiles of EIGHT.
         stored: the experts; see :func:`can_take`.
         activation: theirs.
         top_k: experts a token.
@@ -116,23 +97,17 @@ def few_products(
     pairs = x.shape[0] * top_k
     hidden = x.new_empty(pairs, stored.inner)
     outputs = x.new_empty(pairs, stored.latent)
-    wide = None
-    if isinstance(plan, ExpertPlan):
-        lists, tiles = plan.lists(EIGHT), plan.tiles[EIGHT].expert.numel()
-        others = {width: given for width, given in plan.tiles.items() if width != EIGHT}
-        wide = ExpertPlan(order=plan.order, tiles=others)
-    else:
-        lists, tiles = (plan.reshape(-1),) * 5, pairs
-    alone = wide is None
+    lists, tiles = plan.lists(EIGHT), plan.tiles[EIGHT].expert.numel()
+    others = {width: given for width, given in plan.tiles.items() if width != EIGHT}
+    wide = ExpertPlan(order=plan.order, tiles=others)
     # Of the launches that overlap each waits for the one before, and so for all before that.
-    overlap = not (wide and wide.tiles)
-    shared = {"ALONE": alone, "OVERLAP": overlap}
+    shared = {"OVERLAP": not others}
     start = launch or _start
     _gate_up(start, shapes.gate_up, tiles, x, stored, lists, hidden, top_k, activation, shared)
-    if wide:
+    if others:
         separate_gate_up(x, wide, stored, activation, top_k, hidden)
     _down(start, shapes.down, tiles, hidden, stored, lists, outputs, shared)
-    if wide:
+    if others:
         separate_down(hidden, wide, stored, outputs)
     return outputs
 
@@ -152,7 +127,7 @@ def _gate_up(
     from k3vl.kernels.moe.few_kernel import gate_up_few_kernel
 
     start(
-        gate_up_few_kernel, (stored.inner // 16 // (shape.warps // shape.parts), tiles),
+        gate_up_few_kernel, (stored.inner // 16 // shape.warps, tiles),
         x.contiguous().view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), *lists,
         hidden, top_k, *caps(activation), WIDTH=stored.latent, INNER=stored.inner,
         SITU=isinstance(activation, SituGLU), **_constants(shape), **shared,
@@ -172,19 +147,17 @@ def _down(
     from k3vl.kernels.moe.few_kernel import down_few_kernel
 
     start(
-        down_few_kernel, (stored.latent // 32 // (shape.warps // shape.parts), tiles),
+        down_few_kernel, (stored.latent // 32 // shape.warps, tiles),
         hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), *lists, outputs,
         INNER=stored.inner, WIDTH=stored.latent, launch_pdl=shared["OVERLAP"],
         **_constants(shape), **shared,
     )  # fmt: skip
 
 
-def _constants(shape: Few) -> dict[str, int | bool | None]:
+def _constants(shape: Few) -> dict[str, int | None]:
     return {
         "WARPS": shape.warps,
-        "PARTS": shape.parts,
         "DEPTH": shape.depth,
-        "EARLY": shape.early,
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
     }

@@ -51,11 +51,11 @@ def _product(*, split: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _neighbours(at: int) -> str:
+def _neighbours(at: int, first: int = X) -> str:
     """Columns 16 p + n and 16 p + 8 + n of a token, of which 16 lie in eight registers."""
     word, field = divmod(at, 4)
     n = field + 4 * (word % 2)
-    low = X + 8 * (word // 2) + n // 2
+    low = first + 8 * (word // 2) + n // 2
     return f"prmt.b32 x{at}, ${low}, ${low + 4}, {'0x7632' if n % 2 else '0x5410'};"
 
 
@@ -161,38 +161,27 @@ def _step(
 @gluon.jit
 def _rows_times_tokens(
     w, scale, x, row_a, row_b, token,
-    WORDS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+    WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr,
+    WAITS: gl.constexpr,
 ):  # fmt: skip
-    """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them.
-
-    Every of PARTS groups of warps takes its share of the columns.
-    """
+    """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them."""
     t, e = _threads(WARPS, 8)
     q = t % 4
-    STEPS: gl.constexpr = WORDS // 16 // PARTS
-    part = t // 32 // (WARPS // PARTS) * STEPS
-    a_at = (w + row_a * WORDS + part * 16 + 4 * q)[:, None]
-    b_at = (w + row_b * WORDS + part * 16 + 4 * q)[:, None]
-    sa_at = (scale + row_a * (WORDS // 16) + part + q % DEPTH)[:, None]
-    sb_at = (scale + row_b * (WORDS // 16) + part + q % DEPTH)[:, None]
+    a_at = (w + row_a * WORDS + 4 * q)[:, None]
+    b_at = (w + row_b * WORDS + 4 * q)[:, None]
+    sa_at = (scale + row_a * (WORDS // 16) + q % DEPTH)[:, None]
+    sb_at = (scale + row_b * (WORDS // 16) + q % DEPTH)[:, None]
     if SPLIT:
-        x_at = (x + token * (WORDS * 4) + part * 8 + 2 * q)[:, None] + (
-            e // 2 * (WORDS // 2) + e % 2
-        )[None, :]
+        x_at = (x + token * (WORDS * 4) + 2 * q)[:, None] + (e // 2 * (WORDS // 2) + e % 2)[None, :]
     else:
-        x_at = (x + token * (WORDS * 4) + (part * 4 + q) * 16)[:, None] + e[None, :]
+        x_at = (x + token * (WORDS * 4) + q * 16)[:, None] + e[None, :]
     select = (q * 0x0101 + 0x4040)[:, None]
     acc = gl.zeros(
         [32 * WARPS, 8], gl.float32, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     )
-    acc = _steps(
-        acc, a_at, b_at, sa_at, sb_at, x_at, select,
-        STEPS, WORDS, WARPS, DEPTH, EARLY, SPLIT, WAITS,
+    return _steps(
+        acc, a_at, b_at, sa_at, sb_at, x_at, select, WORDS, WARPS, DEPTH, SPLIT, WAITS
     )  # fmt: skip
-    if PARTS > 1:
-        acc = gl.sum(acc.reshape([PARTS, 32 * WARPS // PARTS, 8]), axis=0)
-    return acc
 
 
 @gluon.jit
@@ -208,15 +197,15 @@ def _words_of(a_at, b_at, k, BELOW: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl
 @gluon.jit
 def _steps(
     acc, a_at, b_at, sa_at, sb_at, x_at, select,
-    STEPS: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
-    EARLY: gl.constexpr, SPLIT: gl.constexpr, WAITS: gl.constexpr,
+    WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr,
+    WAITS: gl.constexpr,
 ):  # fmt: skip
     """All steps of 128 columns, DEPTH at a time.
 
-    EARLY: the next words are asked for before the present ones are decoded, and lie in registers of
-    their own. Else the assembler puts all DEPTH steps' loads behind the decoding, into the same
-    registers: one wait for DEPTH steps, in which other warps decode.
+    The next words are asked for before the present ones are decoded, and lie in registers of their
+    own.
     """
+    STEPS: gl.constexpr = WORDS // 16
     BELOW: gl.constexpr = 8 * WORDS
     t, _e = _threads(WARPS, 8)
     words = _words_of(a_at, b_at, 0, BELOW, WARPS, DEPTH)
@@ -225,15 +214,11 @@ def _steps(
         _control(WAIT)
     for k in range(0, STEPS - DEPTH, DEPTH):
         coming = _scales(sa_at, sb_at, k + DEPTH, BELOW // 16)
-        later = ()
-        if EARLY:
-            later = _words_of(a_at, b_at, k + DEPTH, BELOW, WARPS, DEPTH)
-            _control(STAY)
+        later = _words_of(a_at, b_at, k + DEPTH, BELOW, WARPS, DEPTH)
+        _control(STAY)
         for i in gl.static_range(DEPTH):
             lane = (t % 32 // 4 * 4 + i)[:, None]
             acc = _step(acc, words, i, groups, x_at, k, select, lane, SPLIT, WORDS)
-            if not EARLY:
-                later = later + _words_of(a_at, b_at, k + i + DEPTH, BELOW, WARPS, 1)
         words = later
         groups = coming
     for i in gl.static_range(DEPTH):
@@ -246,42 +231,35 @@ def _steps(
 def gate_up_few_kernel(
     x, w, scale, order, experts, tile_first, tile_end, tile_count, out, top_k, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr, ALONE: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    DEPTH: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """``out[pair] = glu(W1 x, W3 x)`` for 16 features a group of PARTS warps and eight pairs.
+    """``out[pair] = glu(W1 x, W3 x)`` for 16 features a warp and eight pairs.
 
     x [N, WIDTH / 2] words of two; w [E, 2 INNER, WIDTH / 8] words; scale [E, 2 INNER, WIDTH / 128]
-    words; out [N k, INNER] in sorted order. ALONE: every pair is a tile, experts as routed.
+    words; out [N k, INNER] in sorted order.
     """
     if OVERLAP:
         _control(GO_ON)
     tile = gl.program_id(1)
-    if ALONE:
-        first, end = tile, tile + 1
-    else:
-        if tile >= gl.load(tile_count):
-            return
-        first = gl.load(tile_first + tile)
-        end = gl.minimum(gl.load(tile_end + tile), first + 8)
-    ROWS: gl.constexpr = 16 * (WARPS // PARTS)
+    if tile >= gl.load(tile_count):
+        return
+    first = gl.load(tile_first + tile)
+    end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    ROWS: gl.constexpr = 16 * WARPS
     row = gl.load(experts + tile).to(gl.int64) * (2 * INNER) + gl.program_id(0) * ROWS
-    THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 8)
-    own = row + t // 32 % (WARPS // PARTS) * 16 + t % 32 // 4
+    own = row + t // 32 * 16 + t % 32 // 4
     pair = gl.minimum(first + t % 32 // 4, end - 1)
-    if not ALONE:
-        pair = gl.load(order + pair)
-    token = (pair // top_k).to(gl.int64)
+    token = (gl.load(order + pair) // top_k).to(gl.int64)
     acc = _rows_times_tokens(
         w, scale, x, own, own + INNER, token,
-        WIDTH // 8, WARPS, PARTS, DEPTH, EARLY, False, False,
+        WIDTH // 8, WARPS, DEPTH, False, False,
     )  # fmt: skip
-    gate, up = gl.split(acc.reshape([THREADS, 2, 4]).permute((0, 2, 1)))
+    gate, up = gl.split(acc.reshape([32 * WARPS, 2, 4]).permute((0, 2, 1)))
     y = activated(gate, up, beta, linear_beta, SITU).to(out.dtype.element_ty)
     y = gl.convert_layout(y, L)
-    t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]
+    t = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, L))[:, None]
     e = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
     place = first + t % 4 * 2 + e % 2
     feature = gl.program_id(0) * ROWS + t // 32 * 16 + t % 32 // 4 + e // 2 * 8
@@ -291,10 +269,10 @@ def gate_up_few_kernel(
 @gluon.jit
 def down_few_kernel(
     h, w, scale, order, experts, tile_first, tile_end, tile_count, out,
-    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    DEPTH: gl.constexpr, EARLY: gl.constexpr, ALONE: gl.constexpr, OVERLAP: gl.constexpr,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """``out[pair] = W2 h`` for 32 features a group of PARTS warps and eight pairs.
+    """``out[pair] = W2 h`` for 32 features a warp and eight pairs.
 
     h [N k, 8, INNER / 16] words of two in sorted order; w [E, WIDTH, INNER / 8] words; scale
     [E, WIDTH, INNER / 128] words; out [N k, WIDTH] by pair.
@@ -302,30 +280,25 @@ def down_few_kernel(
     if OVERLAP:
         _control(GO_ON)
     tile = gl.program_id(1)
-    if ALONE:
-        first, end = tile, tile + 1
-    else:
-        if tile >= gl.load(tile_count):
-            return
-        first = gl.load(tile_first + tile)
-        end = gl.minimum(gl.load(tile_end + tile), first + 8)
-    ROWS: gl.constexpr = 32 * (WARPS // PARTS)
+    if tile >= gl.load(tile_count):
+        return
+    first = gl.load(tile_first + tile)
+    end = gl.minimum(gl.load(tile_end + tile), first + 8)
+    ROWS: gl.constexpr = 32 * WARPS
     row = gl.load(experts + tile).to(gl.int64) * WIDTH + gl.program_id(0) * ROWS
-    THREADS: gl.constexpr = 32 * WARPS // PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 8)
-    own = row + t // 32 % (WARPS // PARTS) * 32 + t % 32 // 4
+    own = row + t // 32 * 32 + t % 32 // 4
     place = gl.minimum(first + t % 32 // 4, end - 1).to(gl.int64)
     acc = _rows_times_tokens(
         w, scale, h, own, own + 16, place,
-        INNER // 8, WARPS, PARTS, DEPTH, EARLY, True, OVERLAP,
+        INNER // 8, WARPS, DEPTH, True, OVERLAP,
     )  # fmt: skip
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
-    t = gl.arange(0, THREADS, gl.SliceLayout(1, L))[:, None]
+    t = gl.arange(0, 32 * WARPS, gl.SliceLayout(1, L))[:, None]
     e = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
-    pair = first + t % 4 * 2 + e % 2
-    there = pair < end
-    if not ALONE:
-        pair = gl.load(order + pair, mask=there, other=0)
+    place = first + t % 4 * 2 + e % 2
+    there = place < end
+    pair = gl.load(order + place, mask=there, other=0)
     feature = gl.program_id(0) * ROWS + t // 32 * 32 + t % 32 // 4 + e // 2 * 8
     gl.store(out + pair.to(gl.int64) * WIDTH + feature, y, mask=there)

@@ -17,6 +17,7 @@ from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.linear.gpu import front_gpu, is_row, linear_gpu
 from k3vl.kernels.moe import check_experts, router_logits
+from k3vl.kernels.moe.alone import ALONE, alone_outputs, can_take_alone, rounded_and_normed
 from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
 from k3vl.kernels.moe.experts_kernel import (
     combine_kernel,
@@ -24,7 +25,7 @@ from k3vl.kernels.moe.experts_kernel import (
     route_kernel,
     route_sorted_kernel,
 )
-from k3vl.kernels.moe.few import FewShapes, few_products, few_shapes
+from k3vl.kernels.moe.few import SHAPES, FewShapes, can_take, few_products
 from k3vl.kernels.moe.joined import can_join, joined_products
 from k3vl.kernels.moe.plan import (
     EIGHT,
@@ -208,10 +209,13 @@ def moe_experts_mxfp4_gpu(
     pairs = experts.numel()
     many = pairs >= JOINED_PAIRS * stored.count
     if few is None and products is None and not many and _takes_few(x):
-        few = few_shapes(tokens, stored)
+        if tokens == 1 and can_take_alone(stored, ALONE, top_k):
+            total = alone_outputs(x, weights, experts, stored, activation, ALONE)
+            return rounded_and_normed(total, norm, eps, out)
+        few = SHAPES if can_take(stored, SHAPES) else None
     if few is not None:
-        tiles = experts if tokens == 1 else plan_gpu(experts, stored.count, EIGHT)
-        outputs = few_products(x, tiles, stored, activation, top_k, few)
+        plan = plan_gpu(experts, stored.count, EIGHT)
+        outputs = few_products(x, plan, stored, activation, top_k, few)
         combine(outputs, weights, norm, eps, out, overlap=True)
         return out
     if products is None and many and can_join(stored, pairs):

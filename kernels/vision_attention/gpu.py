@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
-from k3vl.kernels.flash import flash, takes_turns
+from k3vl.kernels.flash import by_hopper, flash
+from k3vl.kernels.flash_hopper import hopper_flash
 from k3vl.kernels.vision_pos.gpu import rotate_in_place
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def turned_attention(heads: torch.Tensor, turns: torch.Tensor, items: Packed) ->
     """
     count = heads.shape[1] // 3
     q, k, v = heads.split(count, 1)
-    if not takes_turns(q, k, v):
+    if not by_hopper(q, k, v):
         rotate_in_place(heads[:, : 2 * count], turns)
         return vision_attention(q, k, v, items)
     rotate_in_place(k, turns)
-    return flash(
-        q, k, v, q.shape[-1] ** -0.5, queries=items, keys=items, causal=False, turns=turns,
-        early=begins_early(q),
+    return hopper_flash(
+        q, k, v, q.shape[-1] ** -0.5, queries=items, keys=items, causal=False, rest=None,
+        turns=turns, early=begins_early(q),
     )  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
+from k3vl.kernels.moe.alone import ALONE, can_take_alone
 from k3vl.kernels.moe.experts import FloatExperts
-from k3vl.kernels.moe.few import ALONE, can_take
 from k3vl.kernels.moe.few import SHAPES as FEW
+from k3vl.kernels.moe.few import can_take
 from k3vl.kernels.moe.gpu import (
     SORTED_TOKENS,
     combine,
@@ -46,7 +47,6 @@ SITU = SituGLU(beta=4.0, linear_beta=25.0)
 OTHER = {  # longer steps and short ones; blocks with more threads than rows
     width: replace(shape, rows=64, parts=3 - shape.parts) for width, shape in SHAPES.items()
 }
-FEW_SHAPES = {"taken": FEW, "of one token": ALONE}
 
 
 def stored(experts: int, latent: int, inner: int) -> Mxfp4Experts:
@@ -128,11 +128,10 @@ def check_experts(
     want = moe_experts(pairs[0], *(t.view(-1, 1) for t in pairs[1:]), packed, activation)
     for name, run in products.items():
         close(f"{name} {what}", run(x, plan, packed, activation, top_k), want)
-    for name, cut in FEW_SHAPES.items() if hopper_runs(DEVICE) else ():
-        if can_take(packed, cut):
-            want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
-            got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm, 1e-5, few=cut)
-            close(f"few, {name}, {what}", got, want)
+    if hopper_runs(DEVICE) and can_take(packed, FEW):
+        want = moe_experts(wide, weights, chosen, packed, activation, norm.double(), 1e-5)
+        got = moe_experts_mxfp4_gpu(x, weights, chosen, packed, activation, norm, 1e-5, few=FEW)
+        close(f"few, {what}", got, want)
     w13 = torch.randn(experts, 2 * inner, latent, device=DEVICE).to(DTYPE) * 0.1
     w2 = torch.randn(experts, latent, inner, device=DEVICE).to(DTYPE) * 0.1
     floats = FloatExperts(w13=w13, w2=w2)
@@ -232,7 +231,7 @@ def check_one_token_of_no_numbers() -> None:
         "joined": partial(moe_experts_mxfp4_gpu, products=joined_products),
     }
     if hopper_runs(DEVICE):
-        ways |= {name: partial(moe_experts_mxfp4_gpu, few=cut) for name, cut in FEW_SHAPES.items()}
+        ways["few"] = partial(moe_experts_mxfp4_gpu, few=FEW)
     runs = [(name, packed, run) for name, run in ways.items()]
     runs.append(("dense", floats, moe_experts_gpu))
     for name, experts, run in runs:
@@ -331,6 +330,29 @@ def check_few_recorded() -> None:
         assert torch.equal(again(), want[1]), f"few, {tokens}: replayed"
 
 
+def check_alone() -> None:
+    """A single token, whose rows are dealt out evenly; the same bits each time and in a graph."""
+    packed = stored(20, 1792, 768)
+    assert can_take_alone(packed, ALONE, 16)
+    norm = torch.rand(1792, device=DEVICE).to(DTYPE)
+    for activation, scale in ((SITU, norm), (SiluGLU(), None)):
+        weights, chosen = routing(1, 20, 16, hot=False)
+        room = torch.full((3, 1792), float("nan"), device=DEVICE, dtype=DTYPE)
+        room[1] = torch.randn(1792, device=DEVICE).to(DTYPE) * 0.1
+        x = room[1:2]
+        wide = None if scale is None else scale.double()
+        want = moe_experts(x.double(), weights, chosen, packed, activation, wide, 1e-5)
+        run = partial(moe_experts_mxfp4_gpu, x, weights, chosen, packed, activation, scale, 1e-5)
+        got = run()
+        close(f"one token, {activation}", got, want)
+        again = GraphRunner().make(run)
+        for _ in range(20):
+            assert torch.equal(run(), got), "one token: other numbers"
+            assert torch.equal(again(), got), "one token: recorded"
+        x.fill_(float("nan"))
+        assert run().isnan().all(), "one token: NaN is lost"
+
+
 def check_odd() -> None:
     check_glu(SITU)
     check_glu(SiluGLU())
@@ -362,6 +384,7 @@ def check_few() -> None:
     if "small" not in sys.argv[3:]:
         check_recorded()
         check_few_recorded()
+        check_alone()
 
 
 def check_large() -> None:

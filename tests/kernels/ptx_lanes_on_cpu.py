@@ -42,7 +42,7 @@ def run_ptx(code: str, operands: dict[int, Register]) -> dict[str, Register]:
             continue
         to, *source = [part.strip() for part in rest.split(",")]
         result = OPERATIONS[name](*map(value, source))
-        registers[to] = result & LOW
+        registers[to] = result if result.dtype == torch.float32 else result & LOW
     return registers
 
 
@@ -66,6 +66,15 @@ def signed(x: Register) -> torch.Tensor:
     return torch.where(x >> 31 == 1, x - (1 << 32), x).int()
 
 
+def floats(x: Register) -> torch.Tensor:
+    """The float32 in a register."""
+    return x if x.dtype == torch.float32 else signed(x).view(torch.float32)
+
+
+def _from_neighbour(a: Register, lane: Register, clamp: Register, members: Register) -> Register:
+    return _from_lane(a, torch.arange(len(a)) % 32 ^ lane, clamp, members)
+
+
 def _times(a: Register, b: Register) -> Register:
     return (halves(a) * halves(b)).bfloat16().view(torch.int32).view(-1).long()
 
@@ -79,9 +88,10 @@ def _permuted(a: Register, b: Register, selector: Register) -> Register:
 
 
 def _from_lane(a: Register, lane: Register, clamp: Register, members: Register) -> Register:
-    assert (clamp == 31).all()
+    assert (clamp & 31 == 31).all()
     assert (members == LOW).all()
-    return a[torch.arange(len(a)) // 32 * 32 + lane % 32]
+    at, apart = torch.arange(len(a)), clamp >> 8  # bits of a lane that stay its own
+    return a[at // 32 * 32 + (at & apart | lane & ~apart & 31)]
 
 
 def _lookup(a: Register, b: Register, c: Register, table: Register) -> Register:
@@ -98,6 +108,10 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": _permuted,
     "shfl.sync.idx.b32": _from_lane,
+    "shfl.sync.bfly.b32": _from_neighbour,
     "lop3.b32": _lookup,
     "mul.rn.bf16x2": _times,
+    "mov.b32": lambda a: a,
+    "add.f32": lambda a, b: floats(a) + floats(b),
+    "fma.rn.f32": lambda a, b, c: (floats(a).double() * floats(b) + floats(c)).float(),
 }

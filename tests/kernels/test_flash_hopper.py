@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 from k3vl.kernels import flash_hopper_kernel
 from k3vl.kernels.flash_hopper import hopper_flash, hopper_flash_takes, tile_rows
 from k3vl.kernels.packed import Packed
+from k3vl.kernels.vision_attention import gpu
 from k3vl.kernels.vision_pos import rotary_table, rotate
 from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -107,6 +108,25 @@ def test_queries_are_turned_to_the_bits_of_their_op() -> None:
     for way in WAYS:
         want = attend(rotate(q, table).contiguous(), launch=on_cpu, **way)
         assert torch.equal(attend(q, turns=table, launch=on_cpu, **way), want), way
+
+
+def test_the_towers_attention_turns_keys_first_and_queries_itself(monkeypatch) -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    grids = ((5, 26), (9, 10))
+    table = torch.cat([rotary_table(rows, columns, 128) for rows, columns in grids])
+    items = Packed.of([rows * columns for rows, columns in grids], CPU)
+    heads = rows_of(220, 3 * HEADS, 128)
+    q, k, v = heads.clone().split(HEADS, 1)
+    monkeypatch.setattr(gpu, "by_hopper", lambda *_: True)
+    monkeypatch.setattr(gpu, "hopper_flash", partial(hopper_flash, launch=on_cpu))
+    monkeypatch.setattr(gpu, "rotate_in_place", lambda x, turns: x.copy_(rotate(x, turns)))
+    got = gpu.turned_attention(heads, table, items)
+    want = hopper_flash(
+        rotate(q, table), rotate(k, table), v, 128**-0.5, queries=items, keys=items, causal=False,
+        rest=None, launch=on_cpu,
+    )  # fmt: skip
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("way", WAYS[1:])

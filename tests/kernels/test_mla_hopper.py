@@ -147,6 +147,7 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from k3vl.kernels.mla import gpu
     from k3vl.kernels.mla.hopper import HopperShape
+    from k3vl.kernels.mla.turned import TurnedShape
 
     def chosen(
         batch: int, context: int, *, heads: int = 96, page: int = 64, dtype: torch.dtype = BF16
@@ -163,8 +164,12 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(2, 32768) == HopperShape(32)
     assert chosen(3, 8192) == HopperShape(22)
     assert chosen(16, 8192) == HopperShape(4)
-    assert chosen(32, 8192) == HopperShape(2)
-    assert chosen(128, 8192) == HopperShape(1)
+    assert chosen(26, 8192) == HopperShape(2)
+    assert chosen(32, 8192) == TurnedShape(4)
+    assert chosen(32, 2048) == HopperShape(2)
+    assert chosen(32, 8192, heads=48) == HopperShape(4)
+    assert chosen(128, 8192) == TurnedShape(1)
+    assert chosen(133, 8192) == HopperShape(1)
     for shape in (
         chosen(1, 8192, heads=12),
         chosen(1, 8160, page=48),

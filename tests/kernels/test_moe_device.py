@@ -67,9 +67,9 @@ def test_a_step_without_tokens_launches_nothing_over_experts() -> None:
     assert launches == []
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 128])
+@pytest.mark.parametrize("tokens", [2, 128])
 def test_launches_for_few_tokens(tokens: int) -> None:
-    """A token alone needs no plan; 128 may share an expert, which then has wider tiles."""
+    """128 tokens may share an expert, which then has wider tiles."""
     stored = Mxfp4Experts.empty(896, 3584, 3072, META)
     x = torch.empty(tokens, 3584, dtype=torch.bfloat16, device=META)
     weights = torch.empty(tokens, 16, device=META)
@@ -80,7 +80,7 @@ def test_launches_for_few_tokens(tokens: int) -> None:
     wide = 3 if tokens == 128 else 0
     assert Counter(launch.kernel for launch in launches) == Counter(
         {
-            "plan_kernel": int(tokens > 1),
+            "plan_kernel": 1,
             "gate_up_few_kernel": 1,
             "gate_up_mxfp4_kernel": wide,
             "down_few_kernel": 1,
@@ -90,8 +90,20 @@ def test_launches_for_few_tokens(tokens: int) -> None:
     )
 
 
+def test_a_token_alone_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "hopper_runs", lambda _: True)
+    stored = Mxfp4Experts.empty(896, 3584, 3072, META)
+    x = torch.empty(1, 3584, dtype=torch.bfloat16, device=META)
+    weights = torch.empty(1, 16, device=META)
+    chosen = torch.empty(1, 16, dtype=torch.int64, device=META)
+    with device_only() as launches:
+        moe_experts_mxfp4_gpu(x, weights, chosen, stored, SituGLU(beta=4.0, linear_beta=25.0))
+    names = [launch.kernel for launch in launches]
+    assert names == ["gate_up_alone_kernel", "down_sum_kernel", "norm_sum_kernel"]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "taken"), [(1, "few"), (2, "few"), (128, "few"), (447, "few"), (448, "joined")]
+    ("tokens", "taken"), [(1, "alone"), (2, "few"), (128, "few"), (447, "few"), (448, "joined")]
 )
 def test_which_products_are_taken(tokens: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Gluon runs, few tokens of bfloat16 have products of their own."""

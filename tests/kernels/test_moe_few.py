@@ -11,28 +11,19 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from k3vl.kernels.moe import moe_experts
-from k3vl.kernels.moe.few import ALONE, Few, FewShapes, few_products
 from k3vl.kernels.moe.few import SHAPES as TAKEN
+from k3vl.kernels.moe.few import Few, FewShapes, few_products
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
-from k3vl.kernels.moe.plan import EIGHT, plan_experts
+from k3vl.kernels.moe.plan import EIGHT, ExpertPlan, plan_experts
 from k3vl.kernels.situ import SituGLU
 from tests.kernels.gluon_on_cpu import launch
 
 EXPERTS, LATENT, INNER, TOP_K = 5, 512, 256, 2
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
 SHAPES = {
-    "warps share rows": FewShapes(
-        gate_up=Few(warps=4, parts=2, depth=2), down=Few(warps=4, parts=2, depth=1)
-    ),
-    "nothing is left to load": FewShapes(
-        gate_up=Few(warps=2, parts=2, depth=2), down=Few(warps=2, depth=2)
-    ),
-    "early": FewShapes(
-        gate_up=Few(warps=4, parts=2, depth=1, early=True), down=Few(warps=2, depth=1, early=True)
-    ),
-    "deep": FewShapes(gate_up=Few(warps=1, depth=4), down=Few(warps=8, depth=2)),
+    "nothing is left to load": FewShapes(gate_up=Few(warps=4, depth=4), down=Few(warps=4, depth=2)),
+    "one step at a time": FewShapes(gate_up=Few(warps=4, depth=1), down=Few(warps=8, depth=1)),
     "taken": TAKEN,
-    "of one token": ALONE,
 }
 
 
@@ -65,17 +56,10 @@ def pairs_by_themselves(
     return moe_experts(rows, one, chosen.view(-1, 1), experts, SITU)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_token_alone(name: str) -> None:
-    torch.manual_seed(1)
-    experts = stored()
-    room = torch.full((3, LATENT), float("nan"))
-    room[1] = torch.randn(LATENT) * 0.1
-    x = room.bfloat16()[1:2]
-    chosen = torch.tensor([[3, 1]])
-    got = few_products(x, chosen, experts, SITU, TOP_K, SHAPES[name], on_cpu)
-    want = pairs_by_themselves(x, chosen, experts)
-    assert (got.double() - want).norm() < 4e-3 * want.norm()
+def planned(chosen: torch.Tensor) -> ExpertPlan:
+    plan = plan_experts(chosen, EXPERTS, EIGHT)
+    assert not any(int(tiles.count) for width, tiles in plan.tiles.items() if width != EIGHT)
+    return replace(plan, tiles={EIGHT: plan.tiles[EIGHT]})
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -83,16 +67,14 @@ def test_tokens_that_share_experts(name: str) -> None:
     """Tiles of one, of eight, of nine and of sixteen pairs; the same bits as alone."""
     torch.manual_seed(2)
     experts = stored()
-    x = (torch.randn(16, LATENT) * 0.1).bfloat16()
+    room = torch.full((18, LATENT), float("nan"))
+    room[1:-1] = torch.randn(16, LATENT) * 0.1
+    x = room.bfloat16()[1:-1]
     chosen = torch.tensor([[0, 1 + (n > 0) + (n > 8)] for n in range(16)])
-    plan = plan_experts(chosen, EXPERTS, EIGHT)
-    assert not any(int(tiles.count) for width, tiles in plan.tiles.items() if width != EIGHT)
-    plan = replace(plan, tiles={EIGHT: plan.tiles[EIGHT]})
-    got = few_products(x, plan, experts, SITU, TOP_K, SHAPES[name], on_cpu)
+    got = few_products(x, planned(chosen), experts, SITU, TOP_K, SHAPES[name], on_cpu)
     want = pairs_by_themselves(x, chosen, experts)
     assert (got.double() - want).norm() < 4e-3 * want.norm()
     for n in (0, 9):
-        alone = few_products(
-            x[n : n + 1], chosen[n : n + 1], experts, SITU, TOP_K, SHAPES[name], on_cpu
-        )
+        plan = planned(chosen[n : n + 1])
+        alone = few_products(x[n : n + 1], plan, experts, SITU, TOP_K, SHAPES[name], on_cpu)
         assert torch.equal(alone, got[TOP_K * n : TOP_K * n + TOP_K])

@@ -48,6 +48,7 @@ from k3vl.kernels.mla.reference import (
     mla_store_reference,
     mla_values_reference,
 )
+from k3vl.kernels.mla.turned import TurnedShape
 from k3vl.kernels.packed import Packed
 from k3vl.kernels.pixels import normalise_pixels as normalise_on_cpu
 from k3vl.kernels.pixels.gpu import normalise_pixels
@@ -72,7 +73,7 @@ ON_GPU = DEVICE.type == "cuda"
 LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
-HOPPER_WHOLE = KDAHopperShape(128, 5)
+HOPPER_WHOLE = KDAHopperShape(128, 5, scans=True)
 HOPPER_VARIANT = KDAHopperShape(64, 3)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
@@ -266,10 +267,10 @@ def run_prefill(
     want = kda_prefill_reference(*clean, *reference)
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if LARGE and dtype != torch.float32:
-        shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
+        shapes += [PrefillShape(64, 4, 3, 128, scans=True), PrefillShape(key // 2, 4, 4, 168)]
         shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None)]
+        shapes += [PrefillShape(16, 4, 1, None, scans=True)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
         shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
@@ -455,6 +456,17 @@ def check_mla_decode_hopper() -> Iterator[str]:
             close(f"{shape}", got, want, bound(torch.bfloat16))
             assert not got[1].any(), "padding gets zeros"
     yield "1 to 66 parts, NaN in all that is not used"
+    for size in (1.0, 60.0):  # the larger scores are, the further on, so that references are raised
+        larger = torch.linspace(1.0, size, page + 7, device=DEVICE).repeat(batch * most)[:, None]
+        grown = (latents.float() * larger).bfloat16()
+        want = mla_decode_reference(q.double(), grown.double().nan_to_num(), *args[1:])
+        for splits in (1, 2, 3, 4, 9):
+            for _ in range(20 if LARGE else 2):
+                shape = TurnedShape(splits)
+                got = mla_decode(q, grown, begins, lengths, 512, 0.07, page, shape=shape)
+                close(f"{shape}, {size}", got, want, bound(torch.bfloat16))
+                assert not got[1].any(), "padding gets zeros"
+    yield "turned, 1 to 9 parts, NaN in all that is not used, references raised"
 
 
 def check_mla_store() -> Iterator[str]:

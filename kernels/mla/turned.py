@@ -1,0 +1,104 @@
+"""MLA decode turned: which calls the Gluon kernel of 96 heads a program takes, and its start."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from k3vl.kernels.mla.hopper import TILE, hopper_takes
+from k3vl.kernels.mla.turned_ptx import HEADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+_PROGRAMS = 132
+"""Multiprocessors of an H100 or H200; each holds one program."""
+
+_PARTS = 4
+"""At most: more of them cost more to add."""
+
+_TILES = 16
+"""Of a part, at least: what a program takes besides has to count little beside them."""
+
+
+class TurnedShape(NamedTuple):
+    """Parts of a context, each for all heads."""
+
+    splits: int
+
+
+def turned_takes(
+    q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
+) -> bool:
+    """Whether shapes and layout fit: as ``hopper_takes``, and more heads than half of 96."""
+    return HEADS // 2 < q.shape[1] <= HEADS and hopper_takes(q, latents, rows, latent_width, page)
+
+
+def turned_shape(batch: int, longest: int) -> TurnedShape | None:
+    """Parts that fill the device once, of a table for ``longest`` latents; None: rather the other.
+
+    That has two programs for a sequence: it fills the device with fewer sequences or shorter ones,
+    and has a third round of programs where this one would have a second that is as long.
+    """
+    splits = _PROGRAMS // batch
+    if 1 <= splits <= _PARTS and longest >= splits * _TILES * TILE:
+        return TurnedShape(splits)
+    return None
+
+
+def turned_parts(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    latent_width: int,
+    scale: float,
+    page: int,
+    shape: TurnedShape,
+    *,
+    results: tuple[torch.Tensor, torch.Tensor],
+    early: bool = False,
+    launch: Callable[..., None] | None = None,
+) -> None:
+    """Fill results: parts [B, SPLITS, H, R], which may be the result, and weights [B, H, SPLITS].
+
+    ``early``: the launch may begin beside the one before. ``launch`` takes kernel, grid and
+    arguments; None starts it on the device.
+    """
+    batch, heads, width = q.shape
+    grid = (1, batch, shape.splits)
+    blocks = [TILE, latent_width // 2], [TILE, width - latent_width]
+    args: tuple[Any, ...] = (
+        q,
+        rows,
+        lengths,
+        *results,
+        *q.stride()[:2],
+        *rows.stride(),
+        latents.shape[0],
+        scale / math.log(2),
+        heads,
+        shape.splits,
+    )
+    constants: dict[str, Any] = {
+        "R": latent_width,
+        "P": width - latent_width,
+        "PAGE": page,
+        "BN": TILE,
+        "WHOLE": shape.splits == 1,
+        "PDL": early,
+    }
+    from k3vl.kernels.mla.turned_kernels import mla_decode_turned_kernel as kernel
+
+    if launch is not None:
+        launch(kernel, grid, latents, blocks, *args, **constants)
+        return
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    described = (TensorDescriptor.from_tensor(latents, block, layout) for block in blocks)
+    kernel[grid](*described, *args, **constants, num_warps=8, launch_pdl=early)
