@@ -179,12 +179,15 @@ class _Pass:
             "features": (size.rows,),
             "wanted": (size.rows,),
         }
-        self._counts = [int(np.prod(shape)) for shape in shapes.values()]
-        self._numbers = torch.zeros(sum(self._counts), dtype=torch.int64, device=device)
-        parts = self._numbers.split(self._counts)
+        counts = [int(np.prod(shape)) for shape in shapes.values()]
+        # Every part begins at 16 bytes: for other addresses Triton would compile once more.
+        *self._begins, total = accumulate((count + count % 2 for count in counts), initial=0)
+        self._numbers = torch.zeros(total, dtype=torch.int64, device=device)
         self._given = {
-            name: part.view(shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+            name: self._numbers[begin : begin + count].view(shape)
+            for (name, shape), begin, count in zip(
+                shapes.items(), self._begins, counts, strict=True
+            )
         }
         self._inputs = model.embedding.new_zeros(size.rows, model.config.hidden_size)
         # Not a method: the old weights would go with Python's next search for circles only.
@@ -231,9 +234,11 @@ class _Pass:
         units = [*(row.slot for row in rows), *[[spare] * self._given["cells"].shape[1]] * padding]
         token_ids = [token for row in rows for token in row.token_ids]
         featured = find_features(rows, begins)[0]
-        by_row = [[*part, *[0] * (size.rows - len(part))] for part in (token_ids, featured, wanted)]
-        parts = (units, begins, ends, keys, cache_rows, latents, *by_row)
-        flat = np.concatenate([np.asarray(part, np.int64) for part in parts], axis=None)
+        parts = (units, begins, ends, keys, cache_rows, latents, token_ids, featured, wanted)
+        flat = np.zeros(len(self._numbers), np.int64)
+        for at, part in zip(self._begins, parts, strict=True):
+            values = np.asarray(part, np.int64).ravel()
+            flat[at : at + len(values)] = values
         host = torch.from_numpy(flat)
         if self._numbers.is_cuda:
             host = host.pin_memory()  # its memory is used again when the copy is over

@@ -120,7 +120,8 @@ def plan_gpu(experts: torch.Tensor, num_experts: int, narrow: int = 16) -> Exper
     if pairs > FEW_PAIRS:
         return plan_experts(experts, num_experts, narrow)
     bounds = most_tiles(tokens, top_k, num_experts, narrow)
-    longest = max(bounds.values(), default=0)
+    # Triton compiles for addresses of 16 bytes apart from others: rows are never in between.
+    longest = -(-max(bounds.values(), default=0) // 16) * 16
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)

@@ -331,3 +331,33 @@ def test_the_kernels_take_the_demo_model(dtype: torch.dtype) -> None:
             rows = rows_of(cache, parts)
             assert direct.run(rows).shape == (len(rows), config.vocab_size)
             assert static.run(rows).shape == static.run(rows).shape == (len(rows), 4096)
+
+
+def test_no_size_has_kernels_compiled_for_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for addresses of 16 bytes, and again for others: seconds each."""
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
+    from k3vl.kernels.choice import triton_kernels
+
+    begins: dict[object, set[tuple[int, ...]]] = {}
+
+    def run(kernel, *args, grid, **options):
+        constants = tuple(sorted((name, str(value)) for name, value in options.items()))
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        places = tuple(arg.storage_offset() * arg.element_size() % 16 for arg in tensors)
+        kinds = tuple(type(arg).__name__ for arg in args)
+        begins.setdefault((kernel.__name__, kinds, constants), set()).add(places)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    config = load_config(checkpoint_path("demo")).text
+    model = K3Model(config, triton_kernels("a test"), dtype=torch.bfloat16, device=META)
+    sizes = plan_cache(config, torch.bfloat16, budget_bytes=2**28, page_size=64)
+    cache = HybridCache(config, sizes, dtype=torch.bfloat16, device=META)
+    static = StaticPrompts(model, cache, GuardedRunner())
+    for count in (1, 2, 3, 5, 9, 11, 17):
+        static.run(rows_of(cache, [(101, 0)] * count))
+    assert len(static._passes) == 7
+    several = {name for (name, *_), places in begins.items() if len(places) > 1}
+    assert begins
+    assert not several
