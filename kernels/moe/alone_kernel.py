@@ -104,22 +104,24 @@ WHOLE_OPERANDS = gl.constexpr(",".join([*SUMS, *["f"] * 4]))
 
 
 @gluon.jit
-def _asked(at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr):
+def _asked(
+    at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, TILE_ROWS: gl.constexpr, ROWS: gl.constexpr
+):
     """Ask for 16 bytes of each of a thread's rows, of columns 128 k and on: [32 WARPS, 4] each."""
     _t, e = _threads(WARPS, 4)
     words = ()
     for r in gl.static_range(len(ROWS)):
-        there = (at + k * 16)[:, None] + (e + ROWS[r] * WORDS)[None, :]
+        there = (at + k * (16 * TILE_ROWS))[:, None] + (e + ROWS[r] * WORDS)[None, :]
         words = words + (gl.load(there, cache_modifier=".cg"),)
     return words
 
 
 @gluon.jit
-def _scales(at, k, GROUPS: gl.constexpr, ROWS: gl.constexpr):
+def _scales(at, k, GROUPS: gl.constexpr, TILE_ROWS: gl.constexpr, ROWS: gl.constexpr):
     """A word of four scales for each of a thread's rows."""
     scales = ()
     for r in gl.static_range(len(ROWS)):
-        scales = scales + (gl.load((at + k + ROWS[r] * GROUPS)[:, None]),)
+        scales = scales + (gl.load((at + k * TILE_ROWS + ROWS[r] * GROUPS)[:, None]),)
     return scales
 
 
@@ -176,9 +178,12 @@ def _touched(x, nothing, WORDS: gl.constexpr, WARPS: gl.constexpr):
 def _rows_times_token(
     w, scale, x, row, nothing,
     WORDS: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr, SPLIT: gl.constexpr,
-    WAITS: gl.constexpr, ROWS: gl.constexpr,
+    WAITS: gl.constexpr, TILE_ROWS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Sums of the rows ROWS behind a thread's ``row``: [32 WARPS, 2] for every two of them.
+
+    TILE_ROWS rows, a divisor of all of ROWS, lie together by steps of 128 columns, and so do their
+    scales; 1: every row by itself.
 
     Two steps of 128 columns at a time. EARLY: the next words are asked for before the present ones
     are decoded. One loop of one body: what is not in the caches is read once, code as well.
@@ -189,10 +194,13 @@ def _rows_times_token(
     t, _e = _threads(WARPS, 4)
     q = t % 4
     x_at = x + 16 * q
-    w_at = w + row * WORDS + 4 * q
-    s_at = scale + row * STEPS + q // 2
-    words = (_asked(w_at, 0, WORDS, WARPS, ROWS), _asked(w_at, 1, WORDS, WARPS, ROWS))
-    scales = _scales(s_at, 0, STEPS, ROWS)
+    g = gl.minimum(t % 32 // 4, TILE_ROWS - 1)
+    w_at = w + (row - g) * WORDS + 16 * g + 4 * q
+    s_at = scale + (row - g) * STEPS + g + q // 2 * TILE_ROWS
+    words = ()
+    for i in gl.static_range(2):
+        words = words + (_asked(w_at, i, WORDS, WARPS, TILE_ROWS, ROWS),)
+    scales = _scales(s_at, 0, STEPS, TILE_ROWS, ROWS)
     zero = gl.zeros([32 * WARPS, 4], gl.float32, L)
     first = zero
     if WAITS:
@@ -205,17 +213,17 @@ def _rows_times_token(
     for k in range(0, STEPS, 2):
         # Behind the last steps they come again, from the L2 cache.
         then = gl.minimum(k + 2, STEPS - 2)
-        coming = _scales(s_at, then, STEPS, ROWS)
+        coming = _scales(s_at, then, STEPS, TILE_ROWS, ROWS)
         later = ()
         if EARLY:
             for i in gl.static_range(2):
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS),)
+                later = later + (_asked(w_at, then + i, WORDS, WARPS, TILE_ROWS, ROWS),)
             _control(STAY)
         parts = zeros
         for i in gl.static_range(2):
             parts = _step(parts, words[i], x_at, k, i, WARPS, SPLIT)
             if not EARLY:
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, ROWS),)
+                later = later + (_asked(w_at, then + i, WORDS, WARPS, TILE_ROWS, ROWS),)
         sums = _folded(sums, parts, scales, WARPS)
         words = later
         scales = coming
@@ -240,6 +248,7 @@ def _place(row, EIGHTH: gl.constexpr):
 def gate_up_alone_kernel(
     x, w, scale, experts, out, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 24 features a warp.
 
@@ -254,7 +263,7 @@ def gate_up_alone_kernel(
     gate = (gl.program_id(0) * WARPS + t // 32) * 24 + t % 32 // 4
     gates, both, ups = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), x, gate, 0,
-        WORDS, WARPS, False, False, False, (0, 8, 16, 16 + INNER, INNER, 8 + INNER),
+        WORDS, WARPS, False, False, False, TILE_ROWS, (0, 8, 16, 16 + INNER, INNER, 8 + INNER),
     )  # fmt: skip
     last, last_up = gl.split(both)
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
@@ -272,7 +281,7 @@ def gate_up_alone_kernel(
 @gluon.jit
 def down_alone_kernel(
     h, w, scale, experts, weights, out, nothing,
-    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """``out = sum of weights[pair] W2 h[pair]`` for 28 features a program, one pair a warp.
 
@@ -288,7 +297,7 @@ def down_alone_kernel(
     row = gl.program_id(0) * 28 + gl.minimum(t % 32 // 4, 6)
     high, low = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), h + t // 32 * (4 * WORDS), row, nothing,
-        WORDS, WARPS, True, True, True, (0, 7, 14, 21),
+        WORDS, WARPS, True, True, True, TILE_ROWS, (0, 7, 14, 21),
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 2)
