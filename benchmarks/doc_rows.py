@@ -10,7 +10,9 @@ _THEN, _LATER = "6c1f8ef", "cbb41db"
 """Runs in which defaults of today were variants."""
 
 
-def _prefill(label: str, shape: str, goal: float, share: float | None = None) -> Row:
+def _prefill(
+    label: str, shape: str, goal: float, share: float | None = None, run: str | None = None
+) -> Row:
     return Row(
         label=f"KDA prefill {label}",
         op="kda_prefill",
@@ -18,7 +20,7 @@ def _prefill(label: str, shape: str, goal: float, share: float | None = None) ->
         against="fla",
         goal=goal,
         share=share,
-        instead={"3b42e1e": "k3vl, HopperShape(values=64, stages=3, sooner=True)"},
+        run=run,
     )
 
 
@@ -45,8 +47,8 @@ def _residual(tokens: int, goal: float | None, share: float | None = None) -> Ro
 _FLASH = "k3vl, HopperFlash(programs={}, turns=False)"
 
 KERNELS = (
-    _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26),
-    _prefill("T8192 H12", "1 x T8192 H12", 2.0),
+    _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26, run="7c07b89"),
+    _prefill("T8192 H12", "1 x T8192 H12", 2.0, run="f12eb43"),
     _prefill("64 x T128 H96", "64 x T128 H96", 2.0),
     Row(
         label="KDA decode B32 H96",

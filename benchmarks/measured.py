@@ -45,6 +45,7 @@ class Row:
         op, shape: of the lines; ``shape`` is its beginning.
         goal: times as fast as ``against``, the table's name of a peer.
         share: of the limit, that was wanted.
+        run: commit of the run that timed us beside ``against``, where a newer line stands alone.
         instead: by commit, what was then a variant and is now our default.
         apart: why a peer is no comparison.
     """
@@ -55,6 +56,7 @@ class Row:
     against: str = "SGLang"
     goal: float | None = None
     share: float | None = None
+    run: str | None = None
     instead: dict[str, str] = field(default_factory=dict)
     apart: str = ""
 
@@ -125,7 +127,7 @@ def newest(
 
 def find(lines: list[dict[str, Any]], row: Row, ours: str = OURS) -> Found:
     """A row's lines."""
-    line = newest(lines, row.op, row.shape, ours)
+    line = newest(lines, row.op, row.shape, ours, row.run)
     variant = row.instead.get(line["commit"])
     if variant:
         line = newest(lines, row.op, row.shape, variant, line["commit"])

@@ -11,14 +11,11 @@ import torch
 from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
-from k3vl.kernels.kda.gpu import _shape, kda_decode, kda_prefill, prefill_launches
+from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from k3vl.kernels.kda.gpu import PrefillShape
-    from k3vl.kernels.kda.hopper import HopperShape
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """qkv, gate, decay and write, columns of one projection."""
@@ -134,10 +131,6 @@ def _decode_variants(
 
     ways: dict[str, Callable[[], Work]] = {
         "heads anywhere": partial(prepare, kda_decode, _anywhere),
-        **{
-            f"cells of {size:,} bytes": partial(prepare, kda_decode, partial(_in_units, cell=size))
-            for size in (68_096, 68_608, 69_632)
-        },
         "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
     }
     return {name: Peer(way) for name, way in ways.items()}
@@ -151,10 +144,10 @@ def _anywhere(batch: int, heads: int) -> Memory:
     return windows, states, cells
 
 
-def _in_units(batch: int, heads: int, cell: int = _CELL) -> Memory:
+def _in_units(batch: int, heads: int) -> Memory:
     """Room as the cache has it: a sequence's heads in units anywhere, those of a unit in a row."""
     units = -(-heads // _UNIT)
-    buffer = normal(batch * units * _UNIT, cell // 4, dtype=torch.float32)
+    buffer = normal(batch * units * _UNIT, _CELL // 4, dtype=torch.float32)
     states = buffer[:, : _K * _K].view(-1, _K, _K)
     windows = buffer.view(torch.bfloat16)[:, 2 * _K * _K :][:, : 9 * _K].view(-1, 3, 3, _K)
     windows.copy_(normal(*windows.shape))
@@ -234,13 +227,6 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         own = torch.zeros_like(windows), torch.zeros_like(states)
         return kda_prefill(*args, weights, *own, *places)
 
-    def prepare(shape: PrefillShape | HopperShape) -> Work:
-        def result() -> torch.Tensor:
-            own = torch.zeros_like(windows), torch.zeros_like(states)
-            return kda_prefill(*args, weights, *own, *places, shape=shape)
-
-        return Work(partial(run, shape=shape), result)
-
     def want() -> torch.Tensor:
         own = torch.zeros_like(windows, dtype=torch.float32), torch.zeros_like(states)
         return kda_prefill_reference(*_single(args), weights, *own, *places)
@@ -254,18 +240,11 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         limit=1.2e-2,
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
-        variants={
-            name: Peer(partial(prepare, shape)) for name, shape in _prefill_shapes(heads).items()
-        },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
             **sglang_kda.prefill_peers(args, weights, lengths, heads),
         },
     )
-
-
-def _prefill_shapes(heads: int) -> dict[str, PrefillShape | HopperShape]:
-    return {"scans": _shape(heads, _K, half=True, hopper=True)._replace(scans=True)}
 
 
 def _prefill_bytes(lengths: list[int], heads: int) -> int:
@@ -277,8 +256,8 @@ def _part_case(lengths: list[int], heads: int) -> Case:
     weights, args = _weights(heads), _inputs(rows, heads)
     places = _places(lengths, heads)
 
-    def prepare(part: str, shape: PrefillShape | HopperShape | None = None) -> Work:
-        _, launches = prefill_launches(*args, weights, *places, shape=shape)
+    def prepare(part: str) -> Work:
+        _, launches = prefill_launches(*args, weights, *places)
         for launch in launches.values():  # each finds what those before it leave
             launch()
         return Work(launches[part])
@@ -297,10 +276,6 @@ def _part_case(lengths: list[int], heads: int) -> Case:
         variants={
             part: Peer(partial(prepare, part))
             for part in prefill_launches(*args, weights, *places)[1]
-        }
-        | {
-            f"prepare, {name}": Peer(partial(prepare, "prepare", shape))
-            for name, shape in _prefill_shapes(heads).items()
         },
     )
 

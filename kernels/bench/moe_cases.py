@@ -15,7 +15,6 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.alone import AloneShapes, Share, alone_outputs, rounded_and_normed
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
     combine,
@@ -84,7 +83,7 @@ def moe_cases() -> Iterator[Case]:
             # Few tokens have products of their own; from how many on these do better is open.
             variants={"one product a step": partial(_many, x, weights, chosen, stored, norm)}
             if 256 <= tokens < JOINED_PAIRS * _E // _K
-            else _of_one(x, weights, chosen, stored, norm),
+            else {},
             compared=True,
             peers={
                 **_peers(tokens, chosen),
@@ -103,92 +102,6 @@ def _many(
     """As for many tokens."""
     outputs = products_of_many(x, chosen, stored, _SITU)
     return combine(outputs, weights, norm, 1e-5, torch.empty_like(x))
-
-
-_ALONE = {
-    "even, in trios early, back sums d4": AloneShapes(
-        gate_up=Share(warps=4, depth=2, trio=True), down=Share(warps=16, depth=4), summed=True
-    ),
-    "even, in w4 d2 plain, back sums d4": AloneShapes(
-        gate_up=Share(warps=4, depth=2, plain=True), down=Share(warps=16, depth=4), summed=True
-    ),
-    "even, in trios early, back sums d4 plain": AloneShapes(
-        gate_up=Share(warps=4, depth=2, trio=True),
-        down=Share(warps=16, depth=4, plain=True),
-        summed=True,
-    ),
-}
-_TILED = {
-    "even, tiled, in w4 d1 early, back sums d4": AloneShapes(
-        gate_up=Share(warps=4, depth=1, early=True, tiled=8),
-        down=Share(warps=16, depth=4, tiled=7),
-        summed=True,
-    ),
-    "even, tiled, in w4 d2 plain, back sums d2 early plain": AloneShapes(
-        gate_up=Share(warps=4, depth=2, plain=True, tiled=8),
-        down=Share(warps=16, depth=2, early=True, plain=True, tiled=7),
-        summed=True,
-    ),
-}
-
-
-def _of_one(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    stored: Mxfp4Experts,
-    norm: torch.Tensor,
-) -> dict[str, Callable[[], torch.Tensor] | Peer]:
-    if len(x) > 1:
-        return {}
-    given = x, weights, chosen, stored, norm
-    return {
-        **{name: partial(_alone, *given, shapes) for name, shapes in _ALONE.items()},
-        **{name: Peer(partial(_tiled, *given, shapes)) for name, shapes in _TILED.items()},
-    }
-
-
-def _of_tiles(stored: Mxfp4Experts) -> Mxfp4Experts:
-    """Blocks of eight rows (in) or seven (back) and 128 columns lie together."""
-
-    def tiled(rows: torch.Tensor, block: int, step: int) -> torch.Tensor:
-        cut = rows.unflatten(1, (-1, block)).unflatten(3, (-1, step))
-        return cut.transpose(2, 3).reshape(rows.shape)
-
-    return Mxfp4Experts(
-        w13=tiled(stored.w13, 8, 16),
-        w13_scale=tiled(stored.w13_scale, 8, 4),
-        w2=tiled(stored.w2, 7, 16),
-        w2_scale=tiled(stored.w2_scale, 7, 4),
-    )
-
-
-def _tiled(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    stored: Mxfp4Experts,
-    norm: torch.Tensor,
-    shapes: AloneShapes,
-) -> Work:
-    run = partial(_alone, x, weights, chosen, _of_tiles(stored), norm, shapes)
-    return Work(run, run)
-
-
-def _alone(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    stored: Mxfp4Experts,
-    norm: torch.Tensor,
-    shapes: AloneShapes,
-) -> torch.Tensor:
-    """A single token's."""
-    outputs = alone_outputs(x, weights, chosen, stored, _SITU, shapes)
-    out = torch.empty_like(x)
-    if shapes.summed:
-        return rounded_and_normed(outputs, norm, 1e-5, out)
-    return combine(outputs, weights, norm, 1e-5, out, overlap=True)
 
 
 def _want(

@@ -57,14 +57,12 @@ class PrefillShape(NamedTuple):
         values: value channels of a program of the sequential kernel; all of them: it also norms.
         warps, stages: of the sequential kernel, stages of its loads.
         registers: at most so many for a thread of the parallel kernel.
-        scans: whether that adds decays by running sums alone.
     """
 
     values: int
     warps: int
     stages: int
     registers: int | None
-    scans: bool = False
 
 
 def kda_decode(
@@ -329,7 +327,6 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=isinstance(layout, HopperShape),
-        SCANS=layout.scans,
         PDL=work.early,
         **work.common,
         num_warps=4,

@@ -23,12 +23,10 @@ class HopperShape(NamedTuple):
     Attributes:
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
-        scans: whether the parallel kernel adds decays by running sums alone.
     """
 
     values: int
     stages: int
-    scans: bool = False
 
     @property
     def whole(self) -> bool:

@@ -18,7 +18,7 @@ _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program."""
 
 _PARTS = 4
-"""At most: more of them cost more to add."""
+"""At most: with 132, of one sequence, this kernel took 65.5 us where the other took 39.8."""
 
 _TILES = 16
 """Of a part, at least: what a program takes besides has to count little beside them."""

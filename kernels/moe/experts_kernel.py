@@ -300,15 +300,14 @@ def combine_kernel(y, weights, norm, out, eps, WIDTH: tl.constexpr, K: tl.conste
 
 @triton.jit
 def norm_sum_kernel(
-    total, norm, out, eps,
-    WIDTH: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+    total, norm, out, eps, WIDTH: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A token's sum [WIDTH] float32, rounded, then RMSNorm: the end of ``combine_kernel``."""
     o_d = tl.arange(0, BLOCK)
     live = o_d < WIDTH
     scales = tl.load(norm + o_d, live, 0) if NORM else 0
-    let_next_begin(OVERLAP)
-    wait_for_inputs(OVERLAP)
+    let_next_begin(True)
+    wait_for_inputs(True)
     y = tl.load(total + o_d, live, 0).to(out.dtype.element_ty)
     if NORM:
         wide = y.to(tl.float32)

@@ -17,7 +17,7 @@ from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.linear.gpu import front_gpu, is_row, linear_gpu
 from k3vl.kernels.moe import check_experts, router_logits
-from k3vl.kernels.moe.alone import ALONE, alone_outputs, can_take_alone, rounded_and_normed
+from k3vl.kernels.moe.alone import norm_alone, sum_alone, takes_alone
 from k3vl.kernels.moe.dense_kernel import down_dense_kernel, gate_up_dense_kernel
 from k3vl.kernels.moe.experts_kernel import (
     combine_kernel,
@@ -209,9 +209,9 @@ def moe_experts_mxfp4_gpu(
     pairs = experts.numel()
     many = pairs >= JOINED_PAIRS * stored.count
     if few is None and products is None and not many and _takes_few(x):
-        if tokens == 1 and can_take_alone(stored, ALONE, top_k):
-            total = alone_outputs(x, weights, experts, stored, activation, ALONE)
-            return rounded_and_normed(total, norm, eps, out)
+        if tokens == 1 and takes_alone(stored, top_k):
+            total = sum_alone(x, weights, experts, stored, activation)
+            return norm_alone(total, norm, eps, out)
         few = SHAPES if can_take(stored, SHAPES) else None
     if few is not None:
         plan = plan_gpu(experts, stored.count, EIGHT)

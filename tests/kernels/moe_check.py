@@ -13,7 +13,7 @@ import torch
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
-from k3vl.kernels.moe.alone import ALONE, can_take_alone
+from k3vl.kernels.moe.alone import takes_alone
 from k3vl.kernels.moe.experts import FloatExperts
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.few import can_take
@@ -333,7 +333,7 @@ def check_few_recorded() -> None:
 def check_alone() -> None:
     """A single token, whose rows are dealt out evenly; the same bits each time and in a graph."""
     packed = stored(20, 1792, 768)
-    assert can_take_alone(packed, ALONE, 16)
+    assert takes_alone(packed, 16)
     norm = torch.rand(1792, device=DEVICE).to(DTYPE)
     for activation, scale in ((SITU, norm), (SiluGLU(), None)):
         weights, chosen = routing(1, 20, 16, hot=False)

@@ -73,7 +73,7 @@ ON_GPU = DEVICE.type == "cuda"
 LARGE = ON_GPU and "small" not in sys.argv[3:]
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 ODD = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
-HOPPER_WHOLE = KDAHopperShape(128, 5, scans=True)
+HOPPER_WHOLE = KDAHopperShape(128, 5)
 HOPPER_VARIANT = KDAHopperShape(64, 3)
 EXACT, HALF = 2e-5, 8e-3  # ratio of norms, by width of the operands
 
@@ -267,10 +267,10 @@ def run_prefill(
     want = kda_prefill_reference(*clean, *reference)
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
     if LARGE and dtype != torch.float32:
-        shapes += [PrefillShape(64, 4, 3, 128, scans=True), PrefillShape(key // 2, 4, 4, 168)]
+        shapes += [PrefillShape(64, 4, 3, 128), PrefillShape(key // 2, 4, 4, 168)]
         shapes += [PrefillShape(key, 8, 3, 168)]
     elif not ON_GPU and key == 32:
-        shapes += [PrefillShape(16, 4, 1, None, scans=True)]
+        shapes += [PrefillShape(16, 4, 1, None)]
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     if hopper and dtype == torch.bfloat16 and key == 128:
         shapes += [HOPPER_WHOLE, HOPPER_VARIANT]  # with so few heads the default has halves
