@@ -101,7 +101,7 @@ def hopper_flash(
     fixed, again = fixed and not causal, None
     if fixed:
         again = torch.empty(count + grid[0], 2, dtype=torch.int32, device=q.device)
-    work = tiles.shape[0], count, k.shape[0]
+    work = tiles.shape[0], count, k.shape[0] if fixed else 0
     args = (tiles, again, pairs, out, *strides, scale / math.log(2), heads, *work)
     constants: dict[str, Any] = {
         "K": key,

@@ -327,7 +327,7 @@ def attend_side(
         take_turn(14)  # which nobody needs any more
 
 
-@gluon.jit(do_not_specialize=["TOTAL"])
+@gluon.jit
 def flash_hopper_kernel(
     q, q_rest, k, k_rest, v, tiles, again, turns, out, s_qh, s_kh, s_rest_h, s_vh, scale, H, M,
     COUNT, TOTAL, K: gl.constexpr, P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr,
@@ -338,7 +338,8 @@ def flash_hopper_kernel(
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
     the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
-    between two heads; ``k`` and ``v`` have TOTAL rows.
+    between two heads; ``k`` and ``v`` have TOTAL rows
+    (where FIXED).
 
     ``TURN``: queries are turned here, as ``vision_pos`` does, by ``turns``, [N, K / 2, 2] float32;
     else None. ``FIXED``: see ``attend_item``; ``again`` is memory for marks, [COUNT + programs, 2]
