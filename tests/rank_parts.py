@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import k3vl.lm.engine
 from k3vl.config import parse_config
 from k3vl.errors import K3VLError, WeightError
 from k3vl.kernels.choice import reference_kernels
+from k3vl.kernels.recording import EagerRunner
+from k3vl.lm.decode import StaticDecode
 from k3vl.lm.engine import EngineConfig
 from k3vl.lm.mirrored import EngineParts
 from k3vl.lm.ranks import split_kernels
@@ -50,6 +53,12 @@ def build(ranks: Ranks | None) -> EngineParts:
     device = torch.device("cpu")
     model = random_model(config(), kernels, dtype=torch.float32, device=device, ranks=ranks)
     return EngineParts(model=model, encoder=NoMedia(), config=LIMITS)
+
+
+def build_recorded(ranks: Ranks | None) -> EngineParts:
+    """Steps are launched ahead of their tokens in this process, as they are on a GPU."""
+    k3vl.lm.engine.decoder = lambda model, cache: StaticDecode(model, cache, EagerRunner())
+    return build(ranks)
 
 
 def build_damaged(ranks: Ranks) -> EngineParts:
@@ -104,7 +113,7 @@ def prompt(length: int, seed: int = 0) -> Prompt:
     return Prompt(token_ids=tuple(tokens(length, seed, VOCAB)))
 
 
-def ask(backend: LocalBackend, length: int, seed: int = 0, **sampling: Any) -> Sink:
+def ask(backend: LocalBackend, length: int, seed: int = 0, /, **sampling: Any) -> Sink:
     sink = Sink()
     backend.submit(prompt(length, seed), SamplingParams(**sampling), sink)
     return sink

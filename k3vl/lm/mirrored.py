@@ -13,44 +13,29 @@ from __future__ import annotations
 
 import gc
 import secrets
-import subprocess
-import sys
-import tempfile
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing import Pipe
-from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from k3vl.errors import BackendError, Cancelled, ConfigError, K3VLError
+from k3vl.errors import Cancelled, ConfigError, K3VLError
 from k3vl.lm.engine import Engine, EngineConfig
-from k3vl.lm.ranks import Ranks
+from k3vl.lm.followers import Followers
 from k3vl.lm.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
 
     import numpy as np
 
     from k3vl.lm.backend import Encoder, Token
     from k3vl.lm.job import Job
     from k3vl.lm.model import K3Model
+    from k3vl.lm.ranks import Ranks
     from k3vl.types import LogitMask
-
-TIMEOUT = timedelta(minutes=10)
-"""Of ranks that wait for each other: one may compile kernels that the others have."""
-END_SECONDS = 10.0
-"""That a rank has to end by itself."""
-BLAME_SECONDS = 5.0
-"""In which a rank that has failed is heard of, behind a sum that failed for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,12 +46,6 @@ class EngineParts:
     encoder: Encoder
     config: EngineConfig
     stop_ids: tuple[int, ...] = ()
-
-
-Message: TypeAlias = tuple[str, tuple[Any, ...]]
-"""What to do, and with what."""
-Build: TypeAlias = "Callable[[Ranks], EngineParts]"
-"""Makes a rank's parts in its own process; a function by name and plain values."""
 
 
 class MirroredEngine(Engine):
@@ -108,11 +87,11 @@ class LeadingEngine(MirroredEngine):
         super().__init__(parts)
         self.followers = followers
         self._apart = False
-        followers.join(self.model.embedding.device)
+        followers.join()
 
     def queue(self, job: Job) -> None:
         """See :meth:`Engine.queue`; the others get the job with a seed, and without its mask."""
-        told, masked = replace(job, sink=_drop), False
+        told, masked = replace(job, sink=drop), False
         if isinstance(job.sampler, Sampler):
             params = job.sampler.params
             if params.seed is None:
@@ -162,14 +141,6 @@ class LeadingEngine(MirroredEngine):
             raise
         self._apart = False
 
-    def update(self, model: K3Model, encoder: Encoder) -> None:
-        """See :meth:`Engine.update`; not over several ranks.
-
-        Raises:
-            BackendError: always.
-        """
-        raise BackendError("weights cannot be renewed while several ranks share them")
-
     def close(self) -> None:
         """See :meth:`Engine.close`; waits for the other ranks' processes."""
         super().close()
@@ -180,11 +151,13 @@ class LeadingEngine(MirroredEngine):
         super()._deliver(job, token)
 
 
-def lead(size: int, build: Build, device: str) -> LeadingEngine:
+def lead(size: int, build: Callable[[Ranks], EngineParts], device: str) -> LeadingEngine:
     """Start the other ranks, build this one beside them, and meet.
 
     Args:
-        size, build, device: see :class:`Followers`.
+        size: ranks.
+        build: makes a rank's parts in its own process: a function by name, and plain values.
+        device: ``cuda``, where rank r has the r-th; or ``cpu``.
 
     Raises:
         K3VLError: what a rank could not do, with its number.
@@ -195,129 +168,6 @@ def lead(size: int, build: Build, device: str) -> LeadingEngine:
     except BaseException:
         followers.kill()
         raise
-
-
-class Followers:
-    """The processes of all ranks but the first, as the first sees them.
-
-    Attributes:
-        ranks: as the first sees them.
-        failure: of the rank that failed first.
-    """
-
-    def __init__(self, size: int, build: Build, device: str) -> None:
-        """Start the others; each begins to build its engine.
-
-        Args:
-            size: ranks.
-            build: makes their parts.
-            device: ``cuda``, where rank r has the r-th; or ``cpu``.
-        """
-        self.ranks = Ranks(0, size)
-        self.failure: K3VLError | None = None
-        self._failed, self._closing = threading.Event(), False
-        self._reports: SimpleQueue[K3VLError | None] = SimpleQueue()
-        self._folder = tempfile.TemporaryDirectory(prefix="k3vl-ranks-")
-        self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
-        for _ in range(1, size):
-            ours, theirs = Pipe()
-            command = [sys.executable, "-m", "k3vl.lm.follower", str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])  # noqa: S603 - fixed
-            theirs.close()
-            self._processes[ours] = process
-        self._threads = [
-            threading.Thread(target=self._listen, args=(rank, *pair), daemon=True)
-            for rank, pair in enumerate(self._processes.items(), start=1)
-        ]
-        for thread in self._threads:
-            thread.start()
-        for rank, connection in enumerate(self._processes, start=1):
-            with suppress(OSError):
-                connection.send(("build", (Ranks(rank, size), build, device)))
-
-    def join(self, device: torch.device) -> None:
-        """Wait for all engines, then meet.
-
-        Raises:
-            K3VLError: what a rank could not do.
-        """
-        for _ in self._processes:
-            if (failure := self._reports.get()) is not None:
-                raise failure
-        store = Path(self._folder.name) / "store"
-        self.tell("join", store)
-        try:
-            self.ranks.join(rank_device(device.type, 0), store, TIMEOUT)
-        except Exception as exc:
-            raise self.blamed() or BackendError(f"ranks do not meet: {exc}") from exc
-
-    def tell(self, what: str, *values: Any) -> None:
-        """Send all a message; what has become of one that cannot be told is heard otherwise."""
-        for connection in self._processes:
-            with suppress(OSError):
-                connection.send((what, values))
-
-    def check(self) -> None:
-        """Raise the failure of a rank that has failed."""
-        if self.failure is not None:
-            raise self.failure
-
-    def blamed(self) -> K3VLError | None:
-        """The failure behind an error that has just come up, if it is one of another rank."""
-        self._failed.wait(BLAME_SECONDS)
-        return self.failure
-
-    def close(self, release: Callable[[], None], *, gently: bool) -> None:
-        """End all; ``release`` drops what this rank has recorded."""
-        self._closing = True
-        if gently and self.failure is None:
-            self.tell("close")
-        else:
-            self.kill()
-            self.ranks.abort()
-        for end in (release, self.ranks.leave):
-            with suppress(RuntimeError):  # of a device that the failure has taken with it
-                end()
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-        self.kill()
-
-    def kill(self) -> None:
-        """End all processes at once."""
-        self._closing = True
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-        for thread in self._threads:
-            thread.join()
-        for connection in self._processes:
-            connection.close()
-        self._folder.cleanup()
-
-    # ------------------------------------------------------------------ on listening threads
-
-    def _listen(self, rank: int, connection: Connection, process: subprocess.Popen[bytes]) -> None:
-        """Hear whether a rank is ready, or has failed, until its pipe ends."""
-        while True:
-            try:
-                report: K3VLError | None = connection.recv()
-            except (EOFError, OSError):
-                if not self._closing:
-                    self._fail(rank, BackendError(f"its process ended ({process.wait()})"))
-                return
-            if report is None:
-                self._reports.put(None)
-            else:
-                self._fail(rank, report)
-
-    def _fail(self, rank: int, error: K3VLError) -> None:
-        if self.failure is not None or self._closing:
-            return
-        self.failure = type(error)(f"rank {rank} of {self.ranks.size}: {error}")
-        self._failed.set()
-        self._reports.put(self.failure)
-        self.ranks.abort()
 
 
 class _ToldMask:
@@ -335,79 +185,8 @@ class _ToldMask:
         self._mask.accept(token_id)
 
 
-# ---------------------------------------------------------------------- the other ranks
-
-
-class Follower:
-    """A rank that does what the first one tells."""
-
-    def __init__(
-        self, inbox: SimpleQueue[Message], report: Callable[[K3VLError | None], None]
-    ) -> None:
-        """Messages come by ``inbox``; ``report`` tells that an engine is ready."""
-        self._inbox, self._report = inbox, report
-
-    def run(self) -> None:
-        """Build, then obey until the first rank says that this is the end.
-
-        Raises:
-            K3VLError: this rank cannot go on.
-        """
-        ranks, build, kind = self._hear("build")
-        device = rank_device(kind, ranks.rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        self.engine = engine = MirroredEngine(build(ranks))
-        if engine.config.num_threads is not None:
-            torch.set_num_threads(engine.config.num_threads)
-        self._report(None)
-        ranks.join(device, self._hear("join")[0], TIMEOUT)
-        while self._obey(*self._inbox.get()):
-            pass
-        engine.close()
-        engine.release()
-        ranks.leave()
-
-    def _obey(self, what: str, values: tuple[Any, ...]) -> bool:
-        if what == "step":
-            if values[0] != self.engine.digest:
-                raise BackendError("its tokens are not those of rank 0")
-            self.engine.step()
-        elif what == "do":
-            values[0](self.engine)
-        elif what == "queue":
-            job, masked = values
-            if masked:
-                job.sampler = Sampler(replace(job.sampler.params, logit_mask=self))
-            self.engine.queue(job)
-        elif what in ("cancel", "fail_all"):
-            getattr(self.engine, what)(*values)
-        elif what != "bits":  # of a step that ended before it asked
-            return what != "close"
-        return True
-
-    def _hear(self, wanted: str) -> tuple[Any, ...]:
-        what, values = self._inbox.get()
-        if what != wanted:
-            raise BackendError(f"told {what}, not {wanted}")
-        return values
-
-    def allowed(self) -> np.ndarray | None:
-        """See :class:`k3vl.types.LogitMask`."""
-        bits: np.ndarray | None = self._hear("bits")[0]
-        return bits
-
-    def accept(self, token_id: int) -> None:
-        """See :class:`k3vl.types.LogitMask`; the first rank steps its own."""
-
-
-def _drop(event: Token | K3VLError) -> None:
+def drop(event: Token | K3VLError) -> None:
     """The first rank has the callers."""
-
-
-def rank_device(kind: str, rank: int) -> torch.device:
-    """A rank's own."""
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
 
 def require_ranks(size: int, device: torch.device) -> None:

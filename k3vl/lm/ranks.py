@@ -9,6 +9,7 @@ sums a layer: [D] after attention, and [L + D] after the experts, before their n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,6 @@ from k3vl.lm.model import K3Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import timedelta
     from pathlib import Path
 
     from k3vl.config import TextConfig
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from k3vl.kernels.moe.latent import MoEWeights
 
 
+TIMEOUT = timedelta(minutes=10)
+"""Of ranks that wait for each other: one may compile kernels that the others have."""
 _all_gather: Callable[[torch.Tensor, torch.Tensor], object] = getattr(
     dist,
     "all_gather_single",
@@ -47,31 +49,33 @@ class Ranks:
     Attributes:
         rank: which one, from 0.
         size: how many.
+        kind: ``cuda``: rank r has the r-th, sums are NCCL's; ``cpu``: sums are gloo's.
     """
 
     rank: int
     size: int
+    kind: str = "cpu"
 
-    def join(self, device: torch.device, store: Path, timeout: timedelta) -> None:
-        """Meet the others: by NCCL with a GPU a rank, by gloo on a CPU.
+    @property
+    def device(self) -> torch.device:
+        """This rank's own."""
+        return torch.device("cuda", self.rank) if self.kind == "cuda" else torch.device(self.kind)
 
-        Args:
-            device: this rank's.
-            store: a file that all ranks see and that nobody has written to.
-            timeout: of this, and of every sum that no graph holds.
-        """
+    def join(self, store: Path) -> None:
+        """Meet the others, at a file that all see and nobody has written to."""
+        cuda = self.kind == "cuda"
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if cuda else "gloo",
             init_method=store.as_uri(),
             rank=self.rank,
             world_size=self.size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            timeout=TIMEOUT,
+            device_id=self.device if cuda else None,
         )
 
     def abort(self) -> None:
         """End what waits for others on a GPU; by gloo that ends with the others' sockets."""
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+        if dist.is_initialized() and self.kind == "cuda":
             assert dist.group.WORLD is not None
             dist.group.WORLD.abort()
 

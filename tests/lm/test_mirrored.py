@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from k3vl.errors import BackendError, Cancelled, RequestError
+from k3vl.errors import Cancelled, RequestError
 from k3vl.lm.engine import Engine
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.mirrored import lead
@@ -121,9 +121,3 @@ def test_one_that_leaves_or_is_refused_harms_nobody(pair: LocalBackend) -> None:
         pair.submit(Prompt(token_ids=(VOCAB,)), SamplingParams(), Sink())
     assert len(staying.rest()) == 30
     assert len(ask(pair, 40, max_tokens=2).rest()) == 2
-
-
-def test_weights_are_not_renewed(pair: LocalBackend) -> None:
-    engine: Any = pair._engine
-    with pytest.raises(BackendError, match="several ranks"):
-        engine.update(engine.model, rank_parts.NoMedia())

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import k3vl.lm.engine as engine_module
 from k3vl import load
 from k3vl.config import DEMO_CHECKPOINT, parse_config
 from k3vl.errors import BackendError, ConfigError, K3VLError, WeightError
+from k3vl.lm.engine import Engine
 from k3vl.lm.local import LocalBackend
 from k3vl.lm.mirrored import lead, require_ranks
 from k3vl.pipeline import Pipeline
@@ -24,7 +26,7 @@ from k3vl.synthetic import slice_config
 from k3vl.types import MediaPart, Message, TextPart
 from tests import rank_parts
 from tests.process import ROOT
-from tests.rank_parts import SOON, ask
+from tests.rank_parts import SOON, ask, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +45,29 @@ def test_the_demo_model_says_what_it_sees_on_two_ranks() -> None:
         assert again.content == "A fox, a kite and a bus."
         with pytest.raises(ConfigError, match="2 ranks share"):
             pipeline.update_weights(DEMO_CHECKPOINT)
+
+
+def test_steps_that_are_launched_ahead_are_the_same_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drawn tokens too: a checksum that is off by one would end the engine."""
+    monkeypatch.setattr(engine_module, "decoder", engine_module.decoder)  # put back at the end
+    leading = lead(2, rank_parts.build_recorded, "cpu")
+    parts = rank_parts.build_recorded(None)
+    single = Engine(parts.model, parts.encoder, parts.config, stop_ids=())
+    found = []
+    for engine in (single, leading):
+        backend = LocalBackend(engine)
+        sinks = [
+            ask(backend, 40, n, max_tokens=20 + 7 * n, temperature=float(n % 2), seed=n)
+            for n in range(4)
+        ]
+        leaving = ask(backend, 20, 9, max_tokens=500)
+        leaving.events.get(timeout=SOON)
+        backend.cancel(4)
+        found.append([ids_of(sink.rest()) for sink in sinks])
+        backend.close()
+    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------------- what goes wrong
