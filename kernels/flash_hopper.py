@@ -71,10 +71,12 @@ def hopper_flash(
     ``turns``, [N, K / 2] complex64: queries are turned by them first, and rounded, as
     :mod:`k3vl.kernels.vision_pos` does. ``early``: see ``dependent.py``.
 
-    For measurements: ``fixed``, powers are relative to the largest score of the first tile, not of
-    all tiles so far; ``ordered``, one group's products begin when the other has its scores;
-    ``stages``, tiles of keys and values on their way or in use, None for as many as there is
-    memory for.
+    For measurements, where nothing is causal: ``fixed``, powers are relative to the largest score
+    of the first tile, not of all tiles so far; ``ordered``, one group's products begin when the
+    other has its scores; ``stages``, tiles of keys and values on their way or in use, None for
+    three. Causal attention has none of that: which tile of keys is a query's first depends on the
+    queries beside it, but its bits must not depend on where a cached prefix ends. With maxima of
+    all tiles so far, one that a query sees nothing of leaves it as it was.
 
     ``launch`` takes kernel, grid and arguments; None starts it on the device.
     """
@@ -96,10 +98,10 @@ def hopper_flash(
         alike = not causal and len(set(keys.lengths)) == 1
         programs = _multiprocessors(q.device) if alike else count
     grid = (min(programs, count),)
-    again = None
+    fixed, again = fixed and not causal, None
     if fixed:
         again = torch.empty(count + grid[0], 2, dtype=torch.int32, device=q.device)
-    work = tiles.shape[0], count, k.shape[0]
+    work = tiles.shape[0], count, k.shape[0] if fixed else 0
     args = (tiles, again, pairs, out, *strides, scale / math.log(2), heads, *work)
     constants: dict[str, Any] = {
         "K": key,
@@ -109,8 +111,8 @@ def hopper_flash(
         "CAUSAL": causal,
         "TURN": turns is not None,
         "FIXED": fixed,
-        "ORDERED": ordered,
-        "STAGES": stages or (2 if both else 3),
+        "ORDERED": ordered and not causal,
+        "STAGES": 2 if causal or both else stages or 3,
         "PDL": early,
     }
     from k3vl.kernels.flash_hopper_kernel import flash_hopper_kernel as kernel

@@ -2,9 +2,10 @@
 
 After FlashAttention 3: a warp copies tiles of keys and values, two groups of four warps hold 64
 queries each, so that one's softmax runs beside the other's products; within a group the scores of a
-tile are computed beside the mixture of the tile before. Unlike there, a group begins its products
-when the other has its scores, and powers are relative to the largest score of a row's first tile:
-no maxima, no rescaling in the loop. Items where a score outgrows that are done again.
+tile are computed beside the mixture of the tile before. Unlike there, where nothing is causal, a
+group begins its products when the other has its scores, and powers are relative to the largest
+score of a row's first tile: no maxima, no rescaling in the loop. Items where a score outgrows that
+are done again.
 
 A work item is a tile of queries of one head. ``tiles`` has a row of five numbers (int64) for each
 tile: its first query, how many there are, the sequence's first key, how many keys any of the
@@ -41,13 +42,6 @@ def work_item(tiles, i, M):
     """Head and row of ``tiles`` of the work item ``i``: heads follow one another."""
     p_tile = tiles + i % M * 5
     return i // M, p_tile
-
-
-@gluon.jit
-def all_see_last(tiles, i, M, BN: gl.constexpr):
-    """Whether each query of the work item ``i`` sees a key of the last tile."""
-    _, p_tile = work_item(tiles, i, M)
-    return gl.load(p_tile + 4) > (gl.cdiv(gl.load(p_tile + 3), BN) - 1) * BN
 
 
 @gluon.jit
@@ -93,21 +87,16 @@ def fetch_item(
 @gluon.jit
 def fetch_tiles(
     q, q_rest, k, k_rest, v, tiles, again, rooms, words, strides, M, COUNT, K: gl.constexpr,
-    P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr,
-    STAGES: gl.constexpr,
+    P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, FIXED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What one warp does: copies of all work items, and of those that are done again."""
     done = 0
     turn = 0
     for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
-        now = True
-        if FIXED and CAUSAL:
-            now = all_see_last(tiles, i, M, BN)
-        if now:
-            done, turn = fetch_item(
-                q, q_rest, k, k_rest, v, tiles, rooms, words, strides, i, done, turn, M, K, P, V,
-                BN, STAGES,
-            )  # fmt: skip
+        done, turn = fetch_item(
+            q, q_rest, k, k_rest, v, tiles, rooms, words, strides, i, done, turn, M, K, P, V, BN,
+            STAGES,
+        )  # fmt: skip
     if FIXED:
         mbarrier.wait(words[6].index(0), 0)
         if marked(again, COUNT + gl.program_id(0)):
@@ -181,7 +170,7 @@ def row_sums(p, BN: gl.constexpr, FIXED: gl.constexpr):
 
 @gluon.jit
 def attend_item(
-    tiles, turns, out, rooms, words, scale, i, done, turn, H, M, TOTAL, SIDE: gl.constexpr,
+    tiles, turns, rooms, words, out, scale, i, done, turn, H, M, TOTAL, SIDE: gl.constexpr,
     K: gl.constexpr, P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     TURN: gl.constexpr, FIXED: gl.constexpr, ORDERED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -235,8 +224,10 @@ def attend_item(
     b_p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
     mixed = gl.zeros([ROWS, V], gl.float32, O)
     mbarrier.wait(landed_v.index(stage), done // STAGES & 1)
-    # Behind the last row of all there are zeros.
-    if (seen - at < BN) & (gl.load(p_tile + 2) + seen < TOTAL):
+    others = seen - at < BN
+    if FIXED:  # behind the last row of all there are zeros
+        others = others & (gl.load(p_tile + 2) + seen < TOTAL)
+    if others:
         zero_rows(m_v.index(stage), seen - at, BN, V)
     meet()
     for j in range(1, blocks):
@@ -285,19 +276,23 @@ def attend_item(
     mixed = warpgroup_mma_wait(0, [product])
     meet()
     mbarrier.arrive(used.index(last), count=1)
+    done += 1
+    turn += 1
     if FIXED:
         total = gl.sum(total, 1)
     total = gl.convert_layout(total, ROW_O)
     mixed = mixed / total[:, None]
     p_out = out + (first + o_mo[:, None]) * (H * V) + head * V + o_v[None, :]
     gl.store(p_out, mixed.to(out.dtype.element_ty), mask=(o_mo < live)[:, None])
-    outgrown = gl.max(gl.where((total < MOST) | (o_mo >= live), 0, 1).to(gl.int32), 0)
-    return done + 1, turn + 1, outgrown
+    outgrown = 0
+    if FIXED:
+        outgrown = gl.max(gl.where((total < MOST) | (o_mo >= live), 0, 1).to(gl.int32), 0)
+    return done, turn, outgrown
 
 
 @gluon.jit
 def attend_side(
-    tiles, again, turns, out, rooms, words, scale, H, M, COUNT, TOTAL, SIDE: gl.constexpr,
+    tiles, again, turns, rooms, words, out, scale, H, M, COUNT, TOTAL, SIDE: gl.constexpr,
     K: gl.constexpr, P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     TURN: gl.constexpr, FIXED: gl.constexpr, ORDERED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -308,15 +303,10 @@ def attend_side(
     if ORDERED and SIDE == 1:
         give_turn(14)
     for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
-        now = True
-        outgrown = 1
-        if FIXED and CAUSAL:
-            now = all_see_last(tiles, i, M, BN)
-        if now:
-            done, turn, outgrown = attend_item(
-                tiles, turns, out, rooms, words, scale, i, done, turn, H, M, TOTAL, SIDE, K, P, V,
-                BN, CAUSAL, TURN, FIXED, ORDERED, STAGES,
-            )  # fmt: skip
+        done, turn, outgrown = attend_item(
+            tiles, turns, rooms, words, out, scale, i, done, turn, H, M, TOTAL, SIDE, K, P, V, BN,
+            CAUSAL, TURN, FIXED, ORDERED, STAGES,
+        )  # fmt: skip
         if FIXED:
             gl.store(again + i * 2 + SIDE, outgrown)
             any_outgrown = gl.maximum(any_outgrown, outgrown)
@@ -330,14 +320,14 @@ def attend_side(
             for i in range(gl.program_id(0), COUNT, gl.num_programs(0)):
                 if marked(again, i):
                     done, turn, _ = attend_item(
-                        tiles, turns, out, rooms, words, scale, i, done, turn, H, M, TOTAL, SIDE,
+                        tiles, turns, rooms, words, out, scale, i, done, turn, H, M, TOTAL, SIDE,
                         K, P, V, BN, CAUSAL, TURN, False, ORDERED, STAGES,
                     )  # fmt: skip
     if ORDERED and SIDE == 0:
         take_turn(14)  # which nobody needs any more
 
 
-@gluon.jit(do_not_specialize=["M", "COUNT", "TOTAL"])
+@gluon.jit
 def flash_hopper_kernel(
     q, q_rest, k, k_rest, v, tiles, again, turns, out, s_qh, s_kh, s_rest_h, s_vh, scale, H, M,
     COUNT, TOTAL, K: gl.constexpr, P: gl.constexpr, V: gl.constexpr, BN: gl.constexpr,
@@ -348,7 +338,8 @@ def flash_hopper_kernel(
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
     the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
-    between two heads; ``k`` and ``v`` have TOTAL rows.
+    between two heads; ``k`` and ``v`` have TOTAL rows
+    (where FIXED).
 
     ``TURN``: queries are turned here, as ``vision_pos`` does, by ``turns``, [N, K / 2, 2] float32;
     else None. ``FIXED``: see ``attend_item``; ``again`` is memory for marks, [COUNT + programs, 2]
@@ -363,11 +354,14 @@ def flash_hopper_kernel(
     used_q = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     used_first = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    through = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    through = used_q
+    if FIXED:
+        through = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(landed_q.index(0), count=1)
     mbarrier.init(used_q.index(0), count=2)
     mbarrier.init(used_first.index(0), count=2)
-    mbarrier.init(through.index(0), count=2)
+    if FIXED:
+        mbarrier.init(through.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(landed_k.index(i), count=1)
         mbarrier.init(landed_v.index(i), count=1)
@@ -392,14 +386,14 @@ def flash_hopper_kernel(
             (
                 attend_side,
                 (
-                    tiles, again, turns, out, rooms, words, scale, H, M, COUNT, TOTAL, 0, K, P, V,
+                    tiles, again, turns, rooms, words, out, scale, H, M, COUNT, TOTAL, 0, K, P, V,
                     BN, CAUSAL, TURN, FIXED, ORDERED, STAGES,
                 ),
             ),
             (
                 attend_side,
                 (
-                    tiles, again, turns, out, rooms, words, scale, H, M, COUNT, TOTAL, 1, K, P, V,
+                    tiles, again, turns, rooms, words, out, scale, H, M, COUNT, TOTAL, 1, K, P, V,
                     BN, CAUSAL, TURN, FIXED, ORDERED, STAGES,
                 ),
             ),
@@ -407,7 +401,7 @@ def flash_hopper_kernel(
                 fetch_tiles,
                 (
                     q, q_rest, k, k_rest, v, tiles, again, rooms, words, strides, M, COUNT, K, P,
-                    V, BN, CAUSAL, FIXED, STAGES,
+                    V, BN, FIXED, STAGES,
                 ),
             ),
         ],

@@ -224,11 +224,6 @@ def mla_prefill_cases() -> Iterator[Case]:
         run = partial(
             mla_prefill_packed, q, k, v, _SCALE, lengths=(queries,), contexts=(keys,), shared=shared
         )
-        so = partial(
-            hopper_flash, q, k, v, _SCALE, queries=Packed.of((queries,), q.device),
-            keys=Packed.of((keys,), q.device), causal=True,
-            rest=shared.unsqueeze(1).expand(-1, heads, -1),
-        )  # fmt: skip
         pairs = queries * keys - queries * (queries - 1) / 2
         peers: dict[str, Callable[[], object] | Peer] = {}
         if queries == keys:  # PyTorch's causal mask starts at the upper left
@@ -258,11 +253,7 @@ def mla_prefill_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=2 * heads * (queries * 320 + keys * 256) + keys * 128,
             flops=2 * heads * pairs * 320,
-            variants={
-                "in Triton": partial(run, shape=TRITON_SHAPE),
-                "not in turns": partial(so, ordered=False),
-                "a maximum for every tile": partial(so, fixed=False),
-            },
+            variants={"in Triton": partial(run, shape=TRITON_SHAPE)},
             compared=True,
             peers=peers,
         )
