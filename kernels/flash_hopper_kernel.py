@@ -338,8 +338,7 @@ def flash_hopper_kernel(
 
     ``q``, ``k`` and ``v`` describe blocks of 64, BN and BN rows, ``q_rest`` and ``k_rest`` those of
     the second part of queries and keys (P columns; None without one). ``s_qh`` and so on lie
-    between two heads; ``k`` and ``v`` have TOTAL rows
-    (where FIXED).
+    between two heads. ``k`` and ``v`` have TOTAL rows, which counts where FIXED.
 
     ``TURN``: queries are turned here, as ``vision_pos`` does, by ``turns``, [N, K / 2, 2] float32;
     else None. ``FIXED``: see ``attend_item``; ``again`` is memory for marks, [COUNT + programs, 2]

@@ -18,7 +18,8 @@ _PROGRAMS = 132
 """Multiprocessors of an H100 or H200; each holds one program."""
 
 _PARTS = 4
-"""At most: with 132, of one sequence, this kernel took 65.5 us where the other took 39.8."""
+"""At most: of one sequence, in 132, this kernel took 65.5 us where the other, slower then, took
+39.8."""
 
 _TILES = 16
 """Of a part, at least: what a program takes besides has to count little beside them."""
@@ -40,8 +41,8 @@ def turned_takes(
 def turned_shape(batch: int, longest: int) -> TurnedShape | None:
     """Parts that fill the device once, of a table for ``longest`` latents; None: rather the other.
 
-    That has two programs for a sequence: it fills the device with fewer sequences or shorter ones,
-    and has a third round of programs where this one would have a second that is as long.
+    That has two programs for a sequence, so it fills the device with fewer sequences or shorter
+    ones. Of more than 132 it needs three rounds, and a round is shorter than one of the two here.
     """
     splits = _PROGRAMS // batch
     if 1 <= splits <= _PARTS and longest >= splits * _TILES * TILE:

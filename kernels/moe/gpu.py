@@ -1,7 +1,9 @@
 """Mixture of experts on a GPU: router, plan, two grouped products over MXFP4 weights, combine.
 
-For few pairs six launches (route, plan, split, gate-up, down, combine) and no wait for the device,
-so that a CUDA graph can hold all of it. Imported only where Triton runs.
+For few pairs six launches (route, plan, split, gate-up, down, combine), more where tiles have
+several widths; on Hopper five without the split, four of a single token (route, gate-up, down,
+norm). None waits for the device, so a CUDA graph can hold all of it. Imported only where Triton
+runs.
 """
 # mypy: disable-error-code="no-untyped-call"
 

@@ -143,12 +143,6 @@ class Machine:
             self.registers[register] = (torch.cat(got)[:, i] + before).float()
 
 
-def _from_lane(a: torch.Tensor, lane: Any, clamp: Any, members: Any) -> torch.Tensor:
-    assert (clamp == 31).all()
-    assert (members == -1).all()
-    return a[torch.arange(THREADS) // 32 * 32 + lane]
-
-
 def _pack(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     bits = [x.bfloat16().view(torch.int16).long() & 0xFFFF for x in (high, low)]
     return bits[0] << 16 | bits[1]
@@ -166,12 +160,8 @@ _SIMPLE = {
     "shr.u32": lambda a, by: a >> by,
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
-    "or.b64": lambda a, b: a | b,
     "add.u32": lambda a, b: a + b,
-    "add.s64": lambda a, b: a + b,
-    "cvt.u64.u32": lambda a: a,
     "mad.lo.u32": lambda a, b, c: a * b + c,
-    "shfl.sync.idx.b32": _from_lane,
     "neg.f32": lambda a: -a,
     "fma.rn.f32": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
     "max.f32": torch.maximum,
@@ -180,7 +170,6 @@ _SIMPLE = {
     "selp.b32": lambda a, b, which: torch.where(which, a, b),
     "vote.sync.any.pred": lambda a, _: a.view(-1, 32).any(1).repeat_interleave(32),
     "setp.ge.u32": lambda a, b: a >= b,
-    "setp.ne.u32": lambda a, b: a != b,
     "setp.lt.u32": lambda a, b: a < b,
     "setp.gt.f32": lambda a, b: a > b,
     "setp.neu.f32": lambda a, b: a != b,

@@ -167,8 +167,13 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(26, 8192) == HopperShape(2)
     assert chosen(32, 8192) == TurnedShape(4)
     assert chosen(32, 2048) == HopperShape(2)
+    assert chosen(27, 8192) == TurnedShape(4)
     assert chosen(32, 8192, heads=48) == HopperShape(4)
+    assert chosen(32, 8192, heads=49) == TurnedShape(4)
+    assert chosen(32, 8192, heads=97) == HopperShape(2)
     assert chosen(128, 8192) == TurnedShape(1)
+    assert chosen(132, 1024) == TurnedShape(1)
+    assert chosen(132, 960) == HopperShape(1)
     assert chosen(133, 8192) == HopperShape(1)
     for shape in (
         chosen(1, 8192, heads=12),
