@@ -189,7 +189,7 @@ def open_checkpoint(
         checkpoint: a directory, or ``demo``.
         device: ``auto`` takes a CUDA device where there is one. Weights are bfloat16 there and
             float32 on a CPU, where bfloat16 products are many times slower.
-        engine: limits of the embedded engine.
+        engine: limits of the embedded engine; of several ranks, each one's.
         limits: what one media part may cost.
         policy: what may be fetched.
         tensor_parallel: GPUs of this host that share the language model, each with a process; see
@@ -202,7 +202,7 @@ def open_checkpoint(
     """
     directory = checkpoint_path(checkpoint)
     config, media = load_config(directory), load_media_config(directory)
-    defaults = load_chat_defaults(directory)
+    defaults, min_confidence = load_chat_defaults(directory), load_min_confidence(directory)
     tokenizer = load_tokenizer(directory)
     where, dtype = choose_device(device)
     require_ranks(tensor_parallel, where)
@@ -222,14 +222,15 @@ def open_checkpoint(
         engine = EngineConfig(num_threads=1 if small else None)
         if kernels.row_independent and tensor_parallel == 1:
             engine = replace(engine, page_size=REUSE_PAGE)
-    kind: Device = "cuda" if where.type == "cuda" else "cpu"
-    read = _Read(directory, config, media, kind, engine, stop_ids)
-    weights, running = start_engine(read, tensor_parallel)
     kept = KEPT_PICTURES if engine.reuse else 0
     processor = MediaProcessor(media, limits=limits, policy=policy, keep_bytes=kept)
+    bulk_processor = choose_bulk_processor(where, processor, keep_bytes=kept)
+    kind: Device = "cuda" if where.type == "cuda" else "cpu"
+    read = _Read(directory, config, media, kind, engine, stop_ids)
+    weights, running = start_engine(read, tensor_parallel)  # from here on nothing may be refused
     return Parts(
         processor=processor,
-        bulk_processor=choose_bulk_processor(where, processor, keep_bytes=kept),
+        bulk_processor=bulk_processor,
         tokenizer=tokenizer,
         backend=LocalBackend(running),
         weights=weights,
@@ -237,7 +238,7 @@ def open_checkpoint(
         defaults=defaults,
         name=str(checkpoint),
         context_length=config.text.max_position_embeddings,
-        min_confidence=load_min_confidence(directory),
+        min_confidence=min_confidence,
     )
 
 

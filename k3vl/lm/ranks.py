@@ -64,9 +64,12 @@ class Ranks:
     def join(self, store: Path) -> None:
         """Meet the others, at a file that all see and nobody has written to."""
         cuda = self.kind == "cuda"
+        # Not by the file's URL: torch does not undo its escapes.
+        meeting = dist.FileStore(str(store), self.size)  # type: ignore[attr-defined] # documented
+        meeting.set_timeout(TIMEOUT)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=store.as_uri(),
+            store=meeting,
             rank=self.rank,
             world_size=self.size,
             timeout=TIMEOUT,

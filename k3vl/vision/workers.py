@@ -170,7 +170,9 @@ def _request(source: str | bytes | Path) -> tuple[SourceForm, memoryview | str]:
     if isinstance(source, bytes):
         return "bytes", memoryview(source)
     if isinstance(source, Path):
-        return "path", memoryview(os.fsencode(source.absolute()))
+        with contextlib.suppress(FileNotFoundError):  # the directory that this process is in
+            source = source.absolute()
+        return "path", memoryview(os.fsencode(source))
     if _scheme(source) == "data":
         return "data", source
     return "url", memoryview(source.encode("utf-8", "replace"))

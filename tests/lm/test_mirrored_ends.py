@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ from tests.rank_parts import SOON, ask, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from k3vl.lm.mirrored import LeadingEngine
 
@@ -102,6 +105,43 @@ def test_a_first_rank_that_cannot_begin_leaves_nobody(monkeypatch: pytest.Monkey
         lead(3, rank_parts.build, "cpu")
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
+
+
+def test_ranks_meet_wherever_temporary_files_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "50 % of #1?"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    lead(2, rank_parts.build, "cpu").close()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", {"min_confidence": "high"}, "min_confidence must be"),
+        ("preprocessor_config.json", {"fixed_output_tokens": 64}, "fixed_output_tokens is 64"),
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_starts(
+    name: str,
+    content: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine of which nobody knows has nobody who closes it."""
+    for file in DEMO_CHECKPOINT.iterdir():
+        if file.name != name:
+            (tmp_path / file.name).symlink_to(file)
+    stored = json.loads((DEMO_CHECKPOINT / name).read_text())
+    part = stored.get("media_proc_cfg", stored)
+    part |= content
+    (tmp_path / name).write_text(json.dumps(stored))
+    monkeypatch.setattr(load, "start_engine", lambda *_: pytest.fail("it has started"))
+    with pytest.raises(ConfigError, match=message):
+        Pipeline.load(tmp_path, device="cpu", tensor_parallel=2)
 
 
 @pytest.fixture

@@ -79,6 +79,20 @@ def test_errors_are_those_of_the_processor(pool: PooledProcessor, source: MediaP
     assert (str(caught.value), caught.value.code) == (str(expected.value), expected.value.code)
 
 
+def test_a_directory_that_is_gone_ends_one_part(
+    pool: PooledProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the thread, for which all others wait."""
+    pool.process(FOX)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    with pytest.raises(MediaError, match=r"picture\.png: no such file"):
+        pool.begin(MediaPart("image", Path("picture.png"))).result(20)
+    same(pool.begin(MediaPart("image", FOX_PATH)).result(20), MediaProcessor(K3_MEDIA).process(FOX))
+
+
 def test_what_is_too_large_reaches_no_worker() -> None:
     pool = PooledProcessor(K3_MEDIA, policy=FetchPolicy(max_bytes=1000), num_workers=1)
     with pytest.raises(MediaError) as caught:
