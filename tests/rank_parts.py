@@ -79,6 +79,17 @@ def build_killed(ranks: Ranks) -> EngineParts:
     return build(ranks)
 
 
+class Rows:
+    def encode(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
+        return [torch.zeros(item.num_tokens, config().hidden_size) for item in items]
+
+
+def build_blind(ranks: Ranks) -> EngineParts:
+    """The second rank encodes nothing."""
+    parts = build(ranks)
+    return parts if ranks.rank else replace(parts, encoder=Rows())
+
+
 # ---------------------------------------------------------------------- asking
 
 VOCAB = config().vocab_size

@@ -21,7 +21,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from k3vl.errors import Cancelled, ConfigError, K3VLError
+from k3vl.errors import BackendError, Cancelled, ConfigError, K3VLError
+from k3vl.lm.encoding import EncodeInStep
 from k3vl.lm.engine import Engine, EngineConfig
 from k3vl.lm.followers import Followers
 from k3vl.lm.sampler import Sampler
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from k3vl.lm.backend import Encoder, Token
+    from k3vl.lm.encoding import Made
     from k3vl.lm.job import Job
     from k3vl.lm.model import K3Model
     from k3vl.lm.ranks import Ranks
@@ -57,7 +59,13 @@ class MirroredEngine(Engine):
 
     def __init__(self, parts: EngineParts) -> None:
         """See :class:`k3vl.lm.engine.Engine`."""
-        super().__init__(parts.model, parts.encoder, parts.config, stop_ids=parts.stop_ids)
+        super().__init__(
+            parts.model,
+            parts.encoder,
+            parts.config,
+            stop_ids=parts.stop_ids,
+            encoding=_EncodeOrEnd,
+        )
         self.digest = 0
 
     def _deliver(self, job: Job, token: Token) -> None:
@@ -168,6 +176,25 @@ def lead(size: int, build: Callable[[Ranks], EngineParts], device: str) -> Leadi
     except BaseException:
         followers.kill()
         raise
+
+
+class _EncodeOrEnd(EncodeInStep):
+    """What a rank cannot encode ends the engine.
+
+    By itself it would leave out a request that the others run, and their sums would not fit.
+    """
+
+    def take(self, *, wait: bool) -> list[Made]:
+        """See :class:`k3vl.lm.encoding.Encoding`.
+
+        Raises:
+            BackendError: the tower has failed.
+        """
+        made = super().take(wait=wait)
+        for _, rows in made:
+            if isinstance(rows, BackendError):
+                raise rows
+        return made
 
 
 class _ToldMask:

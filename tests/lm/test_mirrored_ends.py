@@ -10,8 +10,10 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from k3vl.lm.local import LocalBackend
 from k3vl.lm.mirrored import lead, require_ranks
 from k3vl.pipeline import Pipeline
 from k3vl.synthetic import slice_config
-from k3vl.types import MediaPart, Message, TextPart
+from k3vl.types import EncoderItem, MediaPart, MediaSpan, Message, SamplingParams, TextPart
 from tests import rank_parts
 from tests.process import ROOT
 from tests.rank_parts import SOON, ask, ids_of
@@ -172,6 +174,18 @@ def test_a_rank_that_dies_ends_the_engine(
         sink.rest()
     with pytest.raises(BackendError, match="the engine stopped"):
         ask(backend, 20)
+
+
+def test_a_rank_that_alone_cannot_encode_ends_the_engine() -> None:
+    """It would leave out a request that the others run, and their sums would not fit."""
+    backend = LocalBackend(lead(2, rank_parts.build_blind, "cpu"))
+    seen = EncoderItem("a", np.zeros((4, 3, 14, 14), np.uint8), (1, 2, 2), 1)
+    sink = rank_parts.Sink()
+    given = replace(rank_parts.prompt(30), spans=(MediaSpan(4, seen),))
+    backend.submit(given, SamplingParams(max_tokens=4), sink)
+    with pytest.raises(BackendError, match="rank 1 of 2: the vision tower failed"):
+        sink.rest()
+    backend.close()
 
 
 def test_ranks_that_disagree_are_found_out(fragile: tuple[LeadingEngine, LocalBackend]) -> None:
