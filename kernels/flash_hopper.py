@@ -120,12 +120,10 @@ def hopper_flash(
     if launch is not None:
         launch(kernel, grid, flat, blocks, *args, **constants)
         return out
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from k3vl.kernels.hopper import block_descriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = (
-        None if x is None else TensorDescriptor.from_tensor(x, block, layout)
+        None if x is None else block_descriptor(x, block)
         for x, block in zip(flat, blocks, strict=True)
     )
     kernel[grid](*described, *args, **constants, num_warps=4, launch_pdl=early)

@@ -1,8 +1,9 @@
-"""What the Gluon kernels have in common: where they run."""
+"""What the Gluon kernels have in common: where they run, and how they are told of matrices."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -20,3 +21,12 @@ def hopper_runs(device: torch.device) -> bool:
         and tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)
         and not triton.knobs.runtime.interpret
     )
+
+
+def block_descriptor(x: torch.Tensor, block: list[int]) -> Any:
+    """For the copy engine: blocks of a matrix of 16 bits, laid out as products read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(x, block, layout)

@@ -25,16 +25,20 @@ from k3vl.kernels.mla.decode_kernels import (
 )
 from k3vl.kernels.mla.hopper import (
     HEADS,
+    PROGRAMS,
     TILE,
     HopperShape,
     hopper_parts,
     hopper_takes,
 )
-from k3vl.kernels.mla.turned import TurnedShape, turned_parts, turned_shape, turned_takes
+from k3vl.kernels.mla.turned import (
+    TurnedShape,
+    turned_heads,
+    turned_parts,
+    turned_shape,
+    turned_takes,
+)
 from k3vl.kernels.packed import Packed
-
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200; each holds one program of the decode kernel."""
 
 _FEW_HEADS = 32
 """Up to here the rows of a tensor core's product are mostly padding, and bytes are what counts."""
@@ -417,14 +421,17 @@ def _best_shape(
 ) -> DecodeShape | HopperShape | TurnedShape:
     batch, heads, _ = q.shape
     longest = rows.shape[1] * page
-    hopper = hopper_runs(q.device) and hopper_takes(q, latents, rows, latent_width, page)
-    turned = turned_shape(batch, longest)
-    if turned and hopper and turned_takes(q, latents, rows, latent_width, page):
-        return turned
-    if heads > _FEW_HEADS and hopper:
+    if (
+        heads > _FEW_HEADS
+        and hopper_runs(q.device)
+        and hopper_takes(q, latents, rows, latent_width, page)
+    ):
+        turned = turned_shape(batch, longest)
+        if turned and turned_heads(heads):
+            return turned
         # As many parts as fill the device, of four tiles at least: with two, adding costs more.
         programs = batch * -(-heads // HEADS)
-        splits = max(1, min(_PROGRAMS // programs, -(-longest // (4 * TILE))))
+        splits = max(1, min(PROGRAMS // programs, -(-longest // (4 * TILE))))
         # 64 or 32 and not a few more, which would leave half of the launch that adds them idle.
         return HopperShape(splits // 32 * 32 or splits)
     return _decode_shape(batch, heads, longest, half=q.dtype != torch.float32)
@@ -439,7 +446,7 @@ def _decode_shape(batch: int, heads: int, longest: int, *, half: bool) -> Decode
     else:
         block, latents, warps, stages = 16, 32, 4, 3
     programs = batch * -(-heads // block)
-    splits = max(1, min(_PROGRAMS // programs, -(-longest // (2 * latents))))
+    splits = max(1, min(PROGRAMS // programs, -(-longest // (2 * latents))))
     return DecodeShape(block, latents, warps, stages, splits)
 
 

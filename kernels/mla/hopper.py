@@ -10,6 +10,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PROGRAMS = 132
+"""Multiprocessors of an H100 or H200; each holds one program of a decode kernel."""
+
 HEADS, TILE, COLUMNS = 64, 64, 128
 """Of a program: rows of the queries, latents of a tile; channels of a copy and its product."""
 
@@ -93,9 +96,7 @@ def hopper_parts(
     if launch is not None:
         launch(kernel, grid, described, *args, **constants)
         return
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from k3vl.kernels.hopper import block_descriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    blocks = (TensorDescriptor.from_tensor(matrix, block, layout) for matrix, block in described)
+    blocks = (block_descriptor(matrix, block) for matrix, block in described)
     kernel[grid](*blocks, *args, **constants, num_warps=4, launch_pdl=early)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from k3vl.kernels.mla.hopper import TILE, hopper_takes
+from k3vl.kernels.mla.hopper import PROGRAMS, TILE, hopper_takes
 from k3vl.kernels.mla.turned_ptx import HEADS
 
 if TYPE_CHECKING:
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200; each holds one program."""
 
 _PARTS = 4
 """At most: of one sequence, in 132, this kernel took 65.5 us where the other, slower then, took
@@ -34,8 +31,13 @@ class TurnedShape(NamedTuple):
 def turned_takes(
     q: torch.Tensor, latents: torch.Tensor, rows: torch.Tensor, latent_width: int, page: int
 ) -> bool:
-    """Whether shapes and layout fit: as ``hopper_takes``, and more heads than half of 96."""
-    return HEADS // 2 < q.shape[1] <= HEADS and hopper_takes(q, latents, rows, latent_width, page)
+    """Whether shapes and layout fit: as ``hopper_takes``, and the heads."""
+    return turned_heads(q.shape[1]) and hopper_takes(q, latents, rows, latent_width, page)
+
+
+def turned_heads(heads: int) -> bool:
+    """Whether a program's 96 columns are enough for so many, and not twice too many."""
+    return HEADS // 2 < heads <= HEADS
 
 
 def turned_shape(batch: int, longest: int) -> TurnedShape | None:
@@ -44,7 +46,7 @@ def turned_shape(batch: int, longest: int) -> TurnedShape | None:
     That has two programs for a sequence, so it fills the device with fewer sequences or shorter
     ones. Of more than 132 it needs three rounds, and a round is shorter than one of the two here.
     """
-    splits = _PROGRAMS // batch
+    splits = PROGRAMS // batch
     if 1 <= splits <= _PARTS and longest >= splits * _TILES * TILE:
         return TurnedShape(splits)
     return None
@@ -97,9 +99,7 @@ def turned_parts(
     if launch is not None:
         launch(kernel, grid, latents, blocks, *args, **constants)
         return
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from k3vl.kernels.hopper import block_descriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    described = (TensorDescriptor.from_tensor(latents, block, layout) for block in blocks)
+    described = (block_descriptor(latents, block) for block in blocks)
     kernel[grid](*described, *args, **constants, num_warps=8, launch_pdl=early)

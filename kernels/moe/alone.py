@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 
 from k3vl.errors import ShapeError
+from k3vl.kernels.moe.few import on_device
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def sum_alone(
         raise ShapeError(f"one token: L {stored.latent}, I {stored.inner}, k {top_k}")
     from k3vl.kernels.moe.alone_kernel import down_alone_kernel, gate_up_alone_kernel
 
-    start = launch or _start
+    start = launch or on_device
     hidden = x.new_empty(top_k, stored.inner)
     out = x.new_empty(stored.latent, dtype=torch.float32)
     experts = experts.reshape(-1)
@@ -128,7 +129,3 @@ def norm_alone(
         BLOCK=triton.next_power_of_2(latent), num_warps=16 if latent > 1024 else 4, launch_pdl=True,
     )  # fmt: skip
     return out
-
-
-def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    kernel[grid](*args, **options)

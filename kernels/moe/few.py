@@ -102,7 +102,7 @@ def few_products(
     wide = ExpertPlan(order=plan.order, tiles=others)
     # Of the launches that overlap each waits for the one before, and so for all before that.
     shared = {"OVERLAP": not others}
-    start = launch or _start
+    start = launch or on_device
     _gate_up(start, shapes.gate_up, tiles, x, stored, lists, hidden, top_k, activation, shared)
     if others:
         separate_gate_up(x, wide, stored, activation, top_k, hidden)
@@ -163,5 +163,6 @@ def _constants(shape: Few) -> dict[str, int | None]:
     }
 
 
-def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def on_device(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Start a kernel; where its launch is not given."""
     kernel[grid](*args, **options)

@@ -15,10 +15,15 @@ depends on what happened to come first, so a missing barrier is found in every r
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import threading
 from collections import Counter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
 
 Clock: TypeAlias = Counter[str]
 """How far somebody knows of everybody: time by name."""
@@ -157,3 +162,13 @@ def group() -> Group | None:
 def become(one: Group | None) -> None:
     """This thread is that group."""
     _here.group = one
+
+
+def module_of(text: str, folder: Path) -> ModuleType:
+    """A kernel's file from which something was left out, as a module."""
+    file = folder / "changed.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("changed", file)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return changed

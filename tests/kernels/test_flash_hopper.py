@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from functools import partial
@@ -20,6 +19,7 @@ from k3vl.kernels.packed import Packed
 from k3vl.kernels.vision_attention import gpu
 from k3vl.kernels.vision_pos import rotary_table, rotate
 from tests.kernels.gluon_on_cpu import Descriptor, launch
+from tests.kernels.ordering import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -286,11 +286,7 @@ def test_whatever_is_left_out_of_the_order_is_found(
     place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}.*\n")
     text, found = place.subn(r"\1pass\n", text)
     assert found == 1
-    file = tmp_path / "changed.py"
-    file.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("changed", file)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
+    changed = module_of(text, tmp_path)
     with pytest.raises(AssertionError, match=r"without|reads it|nobody has written|more arrivals"):
         [several_rounds(ordered(changed.flash_hopper_kernel), way) for way in WAYS[:2]]
 

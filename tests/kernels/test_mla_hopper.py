@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 import subprocess
@@ -98,7 +97,7 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     from k3vl.kernels.mla import hopper_kernels
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts
     from tests.kernels.gluon_on_cpu import Descriptor, launch
-    from tests.kernels.ordering import RaceError
+    from tests.kernels.ordering import RaceError, module_of
 
     text = Path(hopper_kernels.__file__).read_text(encoding="utf-8")
     start = text.index(f"def {function}(")
@@ -107,11 +106,7 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     body, found = place.subn(r"\1pass\n", text[start:end])
     assert found == 1
     text = text[:start] + body + text[end:]
-    file = tmp_path / "changed.py"
-    file.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("changed", file)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
+    changed = module_of(text, tmp_path)
 
     def on_cpu(_, grid, described, *args, **constants) -> None:
         blocks = (Descriptor(matrix, tuple(block)) for matrix, block in described)

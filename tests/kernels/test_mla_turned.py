@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from functools import partial
@@ -279,17 +278,13 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     """Four tiles, the last in part, references raised in the third."""
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.mla import turned_kernels
-    from tests.kernels.ordering import RaceError
+    from tests.kernels.ordering import RaceError, module_of
 
     text = Path(turned_kernels.__file__).read_text(encoding="utf-8")
     place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
     text, found = place.subn(r"\1pass\n", text)
     assert found == 1
-    file = tmp_path / "changed.py"
-    file.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("changed", file)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
+    changed = module_of(text, tmp_path)
 
     def on_cpu(_: Any, *args: Any, **constants: Any) -> None:
         run_on_cpu(changed.mla_decode_turned_kernel, *args, **constants)

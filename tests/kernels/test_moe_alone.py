@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,37 +10,17 @@ pytest.importorskip("triton.experimental.gluon")
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe import moe_experts
 from k3vl.kernels.moe.alone import in_tiles, sum_alone
-from k3vl.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Experts, prepare_experts
+from k3vl.kernels.moe.mxfp4 import LARGEST_SCALE
 from k3vl.kernels.situ import SiluGLU, SituGLU
-from tests.kernels.gluon_on_cpu import launch
+from tests.kernels.experts_on_cpu import on_cpu, random_experts
 
 EXPERTS, LATENT, INNER = 5, 1792, 768
 
 
-def on_cpu(kernel: Any, grid: tuple[int, int], *args: Any, **constants: Any) -> None:
-    for option in ("num_warps", "maxnreg", "launch_pdl"):
-        constants.pop(option, None)
-    launch(kernel, (*grid, 1), *args, **constants)
-
-
-def stored(latent: int = LATENT) -> Mxfp4Experts:
-    def codes(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-    def scales(*shape: int) -> torch.Tensor:
-        return torch.randint(116, 124, shape, dtype=torch.uint8)
-
-    return prepare_experts(
-        codes(EXPERTS, 2 * INNER, latent // 2),
-        scales(EXPERTS, 2 * INNER, latent // 32),
-        codes(EXPERTS, latent, INNER // 2),
-        scales(EXPERTS, latent, INNER // 32),
-    )
-
-
 def test_a_token_alone() -> None:
     torch.manual_seed(1)
-    experts, activation = stored(), SituGLU(beta=4.0, linear_beta=25.0)
+    experts = random_experts(EXPERTS, LATENT, INNER)
+    activation = SituGLU(beta=4.0, linear_beta=25.0)
     room = torch.full((3, LATENT), float("nan"))
     room[1] = torch.randn(LATENT) * 0.1
     x = room.bfloat16()[1:2]
@@ -62,7 +40,7 @@ def test_a_token_alone() -> None:
 def test_the_largest_scale_and_the_smallest() -> None:
     """Sums by groups stay numbers whatever the scales are."""
     torch.manual_seed(2)
-    experts = stored()
+    experts = random_experts(EXPERTS, LATENT, INNER)
     for scale in (experts.w13_scale, experts.w2_scale):
         scale.copy_(torch.tensor([0, 60, LARGEST_SCALE])[torch.randint(3, scale.shape)])
     x = torch.randn(1, LATENT).bfloat16() * 1e-3
@@ -75,7 +53,16 @@ def test_the_largest_scale_and_the_smallest() -> None:
 def test_programs_have_to_fit() -> None:
     x, weights = torch.zeros(1, LATENT).bfloat16(), torch.ones(1, 3)
     with pytest.raises(ShapeError, match="k 3"):
-        sum_alone(x, weights, torch.tensor([[0, 1, 2]]), stored(), SiluGLU(), launch=on_cpu)
+        sum_alone(
+            x,
+            weights,
+            torch.tensor([[0, 1, 2]]),
+            random_experts(EXPERTS, LATENT, INNER),
+            SiluGLU(),
+            launch=on_cpu,
+        )
     x, chosen = torch.zeros(1, 896).bfloat16(), torch.tensor([[0, 1]])
     with pytest.raises(ShapeError, match="L 896"):
-        sum_alone(x, weights[:, :2], chosen, stored(896), SiluGLU(), launch=on_cpu)
+        sum_alone(
+            x, weights[:, :2], chosen, random_experts(EXPERTS, 896, INNER), SiluGLU(), launch=on_cpu
+        )

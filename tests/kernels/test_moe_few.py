@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ pytest.importorskip("triton.experimental.gluon")
 from k3vl.kernels.moe import moe_experts
 from k3vl.kernels.moe.few import SHAPES as TAKEN
 from k3vl.kernels.moe.few import Few, FewShapes, few_products
-from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, ExpertPlan, plan_experts
 from k3vl.kernels.situ import SituGLU
-from tests.kernels.gluon_on_cpu import launch
+from tests.kernels.experts_on_cpu import on_cpu, random_experts
+
+if TYPE_CHECKING:
+    from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
 
 EXPERTS, LATENT, INNER, TOP_K = 5, 512, 256, 2
 SITU = SituGLU(beta=4.0, linear_beta=25.0)
@@ -25,27 +27,6 @@ SHAPES = {
     "one step at a time": FewShapes(gate_up=Few(warps=4, depth=1), down=Few(warps=8, depth=1)),
     "taken": TAKEN,
 }
-
-
-def on_cpu(kernel: Any, grid: tuple[int, int], *args: Any, **constants: Any) -> None:
-    for option in ("num_warps", "maxnreg", "launch_pdl"):
-        constants.pop(option, None)
-    launch(kernel, (*grid, 1), *args, **constants)
-
-
-def stored() -> Mxfp4Experts:
-    def codes(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-    def scales(*shape: int) -> torch.Tensor:
-        return torch.randint(116, 124, shape, dtype=torch.uint8)
-
-    return prepare_experts(
-        codes(EXPERTS, 2 * INNER, LATENT // 2),
-        scales(EXPERTS, 2 * INNER, LATENT // 32),
-        codes(EXPERTS, LATENT, INNER // 2),
-        scales(EXPERTS, LATENT, INNER // 32),
-    )
 
 
 def pairs_by_themselves(
@@ -66,7 +47,7 @@ def planned(chosen: torch.Tensor) -> ExpertPlan:
 def test_tokens_that_share_experts(name: str) -> None:
     """Tiles of one, of eight, of nine and of sixteen pairs; the same bits as alone."""
     torch.manual_seed(2)
-    experts = stored()
+    experts = random_experts(EXPERTS, LATENT, INNER)
     room = torch.full((18, LATENT), float("nan"))
     room[1:-1] = torch.randn(16, LATENT) * 0.1
     x = room.bfloat16()[1:-1]
