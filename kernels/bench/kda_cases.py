@@ -13,6 +13,7 @@ from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
+from k3vl.kernels.kda.step_hopper import StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -132,8 +133,22 @@ def _decode_variants(
     ways: dict[str, Callable[[], Work]] = {
         "heads anywhere": partial(prepare, kda_decode, _anywhere),
         "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
+        **{
+            f"as {name}": partial(prepare, partial(kda_decode, shape=shape))
+            for name, shape in _SHAPES.items()
+        },
     }
     return {name: Peer(way) for name, way in ways.items()}
+
+
+_SHAPES = {
+    "asked": StepShape(asked=True),
+    "first": StepShape(asked=True, first=True),
+    "copied": StepShape(asked=True, first=True, copied=True),
+    "four": StepShape(asked=True, first=True, four=True),
+    "four copied": StepShape(asked=True, first=True, copied=True, four=True),
+    "ahead": StepShape(asked=True, ahead=396),
+}
 
 
 def _anywhere(batch: int, heads: int) -> Memory:

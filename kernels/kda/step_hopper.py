@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,23 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
-_PARTS = 2
-"""In which a state is fetched, so that the first is read while the other is on its way."""
 
-_REGISTERS = 168
-"""At most so many for a thread: three programs a multiprocessor, 64 KB of shared memory each."""
+class StepShape(NamedTuple):
+    """How the kernel is laid out.
+
+    Attributes:
+        asked: the descriptor of the states is fetched while the cell is.
+        first: the output comes before the state is stored.
+        copied: states go back by the copy engine, not by threads; with ``first``.
+        four: programs a multiprocessor, the last 32 rows of their states in registers; not three.
+        ahead: the L2 cache is asked for the state of the program so much further on.
+    """
+
+    asked: bool = False
+    first: bool = False
+    copied: bool = False
+    four: bool = False
+    ahead: int = 0
 
 
 def hopper_steps(
@@ -48,6 +60,7 @@ def hopper_step(
     *,
     bounded: bool,
     early: bool,
+    shape: StepShape = StepShape(),  # noqa: B008
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -58,12 +71,16 @@ def hopper_step(
         units: heads of sequences.
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
+        shape: how the kernel is laid out.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "BOUNDED": bounded, "PDL": early}
+    parts, rows, registers = (3, 32, 128) if shape.four else (2, 64, 168)
+    constants: dict[str, Any] = {"K": KEY, "PARTS": parts, "HELD": rows}
+    constants |= {"BOUNDED": bounded, "PDL": early, "ASKED": shape.asked, "FIRST": shape.first}
+    constants |= {"COPIED": shape.copied, "AHEAD": shape.ahead}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
-    block = [1, KEY // _PARTS, KEY]
+    block = [1, rows, KEY]
     if launch is not None:
         launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return
@@ -72,5 +89,5 @@ def hopper_step(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": _REGISTERS, "launch_pdl": early}
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": registers, "launch_pdl": early}
     kernel[(units,)](pool, *args, **constants, **options)

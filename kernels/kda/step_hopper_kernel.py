@@ -9,9 +9,16 @@ programs where it held two.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
+from k3vl.kernels.gluon_parts import (
+    begin_copy,
+    begin_store,
+    let_next_begin,
+    meet,
+    wait_for_inputs,
+    wait_for_stores,
+)
 
 
 @gluon.jit
@@ -80,6 +87,26 @@ def carry_on(p_window, taps, s_tap, o_k):
 
 
 @gluon.jit
+def ask_for_descriptor():
+    """Have the kernel's first argument at hand before the first copy needs it."""
+    gl.inline_asm_elementwise(
+        "{ .reg .b64 at; mov.b64 at, kda_step_hopper_kernel_param_0; cvta.param.u64 at, at; "
+        "prefetch.tensormap [at]; mov.u32 $0, 0; }",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def ask_for(pointer, BYTES: gl.constexpr):
+    """Have so many bytes brought to the L2 cache; one thread asks."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 own; mov.u32 own, %tid.x; setp.eq.u32 first, own, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,n", [pointer, BYTES], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K: gl.constexpr):
     """Some rows of a state that lies in ``buffer`` in parts of HELD rows."""
     return buffer.index(begin // HELD).reshape([HELD, K]).slice(begin % HELD, ROWS)
@@ -87,6 +114,9 @@ def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K:
 
 @gluon.jit
 def advance(
+    pool,
+    i_cell,
+    next_cell,
     buffer,
     landed,
     m_row,
@@ -108,6 +138,7 @@ def advance(
     s_write,
     s_tap,
     s_stream,
+    s_state,
     eps,
     lower_bound,
     H,
@@ -115,7 +146,11 @@ def advance(
     i_h,
     K: gl.constexpr,
     PARTS: gl.constexpr,
+    HELD: gl.constexpr,
     BOUNDED: gl.constexpr,
+    FIRST: gl.constexpr,
+    COPIED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
@@ -130,6 +165,16 @@ def advance(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     PART: gl.constexpr = 16
+    SHARED: gl.constexpr = PARTS * HELD
+    o_v = gl.arange(0, K, COLUMN)
+    o_r = gl.arange(0, PART, ROW)
+    p_tile = p_state + o_r[:, None] * K + o_v[None, :]
+    # The last rows stay in registers, so that a fourth program has room.
+    kept_tiles = ()
+    for i in gl.static_range((K - SHARED) // PART):
+        kept_tiles = kept_tiles + (gl.load(p_tile + (SHARED + i * PART) * K),)  # noqa: RUF005
+    # Or the assembler begins it when the loads that come next have been waited for.
+    meet()
     o_k = gl.arange(0, K, P)
     column = i_h * K
     x = qkv + i_b * s_qkv + column
@@ -171,31 +216,58 @@ def advance(
     k_scale = gl.rsqrt(gl.sum(m_sum[1].load(ALL), 0) + 1e-6)
     overlap = gl.sum(m_sum[2].load(ALL), 0) * q_scale * k_scale
 
-    HELD: gl.constexpr = K // PARTS
     by_k = gl.zeros([PART, K], gl.float32, S)
     by_q = gl.zeros([PART, K], gl.float32, S)
     for i in gl.static_range(K // PART):
-        if i * PART % HELD == 0:
-            mbarrier.wait(landed.index(i * PART // HELD), 0)
-        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
+        if i * PART < SHARED:
+            if i * PART % HELD == 0:
+                mbarrier.wait(landed.index(i * PART // HELD), 0)
+            b_s = held(buffer, i * PART, PART, HELD, K).load(S)
+        else:
+            b_s = kept_tiles[i - SHARED // PART]
         by_k += b_s * m_row[0].slice(i * PART, PART).load(ROW)[:, None]
         by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
+    if AHEAD:  # noqa: SIM102
+        if next_cell >= 0:
+            ask_for(p_state + (next_cell - i_cell) * s_state, K * K * 4)
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
+    p_out = out + i_b * H * K + column
+    if FIRST:
+        # Before the state is stored, behind which it would wait.
+        scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
+        y = o * scale * m_row[5].load(COLUMN)
+        gl.store(p_out + o_v, y.to(out.dtype.element_ty))
     step = k_scale * u
-    o_v = gl.arange(0, K, COLUMN)
-    o_r = gl.arange(0, PART, ROW)
-    p_tile = p_state + o_r[:, None] * K + o_v[None, :]
-    for i in gl.static_range(K // PART):
-        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
-        kept = m_row[2].slice(i * PART, PART).load(ROW)
-        added = m_row[3].slice(i * PART, PART).load(ROW)
-        b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
-        gl.store(p_tile + i * PART * K, b_s)
-    scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
-    y = o * scale * m_row[5].load(COLUMN)
-    gl.store(out + i_b * H * K + column + o_v, y.to(out.dtype.element_ty))
+    for i in gl.static_range((K - SHARED) // PART):
+        kept = m_row[2].slice(SHARED + i * PART, PART).load(ROW)
+        added = m_row[3].slice(SHARED + i * PART, PART).load(ROW)
+        b_s = kept_tiles[i] * kept[:, None] + added[:, None] * step[None, :]
+        gl.store(p_tile + (SHARED + i * PART) * K, b_s)
+    if COPIED:
+        for i in gl.static_range(PARTS):
+            kept = m_row[2].slice(i * HELD, HELD).load(ROW)
+            added = m_row[3].slice(i * HELD, HELD).load(ROW)
+            b_s = held(buffer, i * HELD, HELD, HELD, K).load(S)
+            b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+            held(buffer, i * HELD, HELD, HELD, K).store(b_s)
+            fence_async_shared()
+            meet()
+            begin_store(pool, [i_cell.to(gl.int32), i * HELD, 0], buffer.index(i))
+        # From the first of them on nothing may ask for shared memory: it would get the buffer's.
+        wait_for_stores(0)
+    else:
+        for i in gl.static_range(SHARED // PART):
+            b_s = held(buffer, i * PART, PART, HELD, K).load(S)
+            kept = m_row[2].slice(i * PART, PART).load(ROW)
+            added = m_row[3].slice(i * PART, PART).load(ROW)
+            b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+            gl.store(p_tile + i * PART * K, b_s)
+    if not FIRST:
+        scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
+        y = o * scale * m_row[5].load(COLUMN)
+        gl.store(p_out + o_v, y.to(out.dtype.element_ty))
 
 
 @gluon.jit
@@ -227,8 +299,13 @@ def kda_step_hopper_kernel(
     H,
     K: gl.constexpr,
     PARTS: gl.constexpr,
+    HELD: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
+    ASKED: gl.constexpr,
+    FIRST: gl.constexpr,
+    COPIED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
@@ -239,6 +316,8 @@ def kda_step_hopper_kernel(
     V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if PDL:
         let_next_begin()
+    if ASKED:
+        ask_for_descriptor()
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PARTS):
         mbarrier.init(landed.index(i), count=1)
@@ -248,19 +327,24 @@ def kda_step_hopper_kernel(
     i_b = (gl.program_id(0) // H).to(gl.int64)
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
+    next_cell = cell
+    if AHEAD:
+        i_next = gl.program_id(0) + AHEAD
+        p_cell = cells + (i_next // H).to(gl.int64) * s_cells + i_next % H
+        next_cell = gl.load(p_cell, mask=i_next < gl.num_programs(0), other=-1)
     if cell >= 0:
-        HELD: gl.constexpr = K // PARTS
         buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
         for i in gl.static_range(PARTS):
             mbarrier.expect(landed.index(i), HELD * K * 4)
+        for i in gl.static_range(PARTS):
             begin_copy(pool, [cell.to(gl.int32), i * HELD, 0], landed.index(i), buffer.index(i))
-        # Or the assembler begins it when the loads that come next have been waited for.
-        meet()
         m_row, m_sum = vectors(K)
         advance(
+            pool, cell, next_cell,
             buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
             windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
-            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, BOUNDED,
+            s_write, s_tap, s_stream, s_state, eps, lower_bound, H, i_b, i_h, K, PARTS, HELD,
+            BOUNDED, FIRST, COPIED, AHEAD,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)

@@ -40,26 +40,44 @@ def pool(cells: int) -> tuple[torch.Tensor, torch.Tensor]:
     return windows.view(cells, 3, 3, KEY), states.view(cells, KEY, KEY)
 
 
-def run(weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor) -> torch.Tensor:
+def run(
+    weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor, shape: Any = None
+) -> torch.Tensor:
     from k3vl.kernels.kda.gpu import step_arguments
-    from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
+    from k3vl.kernels.kda.step_hopper import StepShape, hopper_step, hopper_steps
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
     def on_cpu(kernel, grid, states, block, *args, **constants) -> None:
-        launch(kernel, grid, Descriptor(states, tuple(block)), *args, **constants)
+        states = Descriptor(states, tuple(block))
+        launch(kernel, grid, states, *args, ordered=True, **constants)
 
     assert hopper_steps(args[0], weights, *memory)
     out = torch.full(args[1].shape, NAN).bfloat16()
     given = step_arguments(args, weights, *memory, cells, out)
     bounded = weights.lower_bound is not None
-    hopper_step(given, memory[1], cells.numel(), bounded=bounded, early=True, launch=on_cpu)
+    how: dict[str, Any] = {"bounded": bounded, "early": True, "shape": shape or StepShape()}
+    hopper_step(given, memory[1], cells.numel(), **how, launch=on_cpu)
     return out
 
 
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"asked": True},
+    {"asked": True, "first": True, "copied": True},
+    {"asked": True, "first": True, "four": True},
+    {"asked": True, "first": True, "copied": True, "four": True},
+    {"ahead": 5},
+]
+
+
+@pytest.mark.parametrize("how", SHAPES)
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
-def test_kernel_is_its_reference(lower_bound: float | None) -> None:
+def test_kernel_is_its_reference(lower_bound: float | None, how: dict[str, Any]) -> None:
     """Cells in any order, padding in between, memory that is nobody's full of NaN."""
     pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.kda.step_hopper import StepShape
+
+    shape = StepShape(**how)
     torch.manual_seed(1)
     random.seed(1)
     batch, padding = 6, (1, 4, 5)
@@ -84,7 +102,7 @@ def test_kernel_is_its_reference(lower_bound: float | None) -> None:
     want_windows, want_states = windows.double(), states.double()
     want = kda_decode_reference(*(x.double() for x in args), wide, want_windows, want_states, cells)
     alone = windows.clone(), states.clone()
-    got = run(weights, args, (windows, states), cells)
+    got = run(weights, args, (windows, states), cells, shape)
     assert not got[list(padding)].any(), "padding gets zeros"
     for b in set(range(batch)) - set(padding):
         assert (got[b] - want[b]).norm() <= 4e-3 * want[b].norm(), b
@@ -94,7 +112,7 @@ def test_kernel_is_its_reference(lower_bound: float | None) -> None:
     assert states[untouched].isnan().all()
     assert windows[untouched].isnan().all()
     # Its neighbours change no bit of a sequence.
-    single = run(weights, [x[2:3] for x in args], alone, cells[2:3])
+    single = run(weights, [x[2:3] for x in args], alone, cells[2:3], shape)
     assert torch.equal(single, got[2:3])
     assert torch.equal(alone[1][cells[2]], states[cells[2]])
 
