@@ -142,12 +142,15 @@ def _decode_variants(
 
 
 _SHAPES = {
-    "asked": StepShape(asked=True),
-    "first": StepShape(asked=True, first=True),
+    "touched": StepShape(asked=True, ahead=396),
+    "ahead": StepShape(asked=True, ahead=396, whole=True),
     "copied": StepShape(asked=True, first=True, copied=True),
     "four": StepShape(asked=True, first=True, four=True),
-    "four copied": StepShape(asked=True, first=True, copied=True, four=True),
-    "ahead": StepShape(asked=True, ahead=396),
+    "asked": StepShape(asked=True),
+    "first": StepShape(asked=True, first=True),
+    "copied touched": StepShape(asked=True, first=True, copied=True, ahead=396),
+    "four touched": StepShape(asked=True, first=True, four=True, ahead=528),
+    "pairs": StepShape(asked=True, cluster=2),
 }
 
 

@@ -26,7 +26,9 @@ class StepShape(NamedTuple):
         first: the output comes before the state is stored.
         copied: states go back by the copy engine, not by threads; with ``first``.
         four: programs a multiprocessor, the last 32 rows of their states in registers; not three.
-        ahead: the L2 cache is asked for the state of the program so much further on.
+        ahead: the L2 cache is asked for the window of the program so much further on.
+        whole: and for its state.
+        cluster: programs that begin at once, near one another.
     """
 
     asked: bool = False
@@ -34,6 +36,8 @@ class StepShape(NamedTuple):
     copied: bool = False
     four: bool = False
     ahead: int = 0
+    whole: bool = False
+    cluster: int = 1
 
 
 def hopper_steps(
@@ -77,7 +81,8 @@ def hopper_step(
     parts, rows, registers = (3, 32, 128) if shape.four else (2, 64, 168)
     constants: dict[str, Any] = {"K": KEY, "PARTS": parts, "HELD": rows}
     constants |= {"BOUNDED": bounded, "PDL": early, "ASKED": shape.asked, "FIRST": shape.first}
-    constants |= {"COPIED": shape.copied, "AHEAD": shape.ahead}
+    constants |= {"COPIED": shape.copied, "AHEAD": shape.ahead, "WHOLE": shape.whole}
+    constants["CLUSTER"] = shape.cluster
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
     block = [1, rows, KEY]
@@ -90,4 +95,7 @@ def hopper_step(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": registers, "launch_pdl": early}
-    kernel[(units,)](pool, *args, **constants, **options)
+    if shape.cluster > 1:
+        compiled = kernel.warmup(pool, *args, **constants, **options, grid=(units,))
+        compiled.packed_metadata = (4, shape.cluster, compiled.metadata.shared)
+    kernel[(units // shape.cluster,)](pool, *args, **constants, **options)

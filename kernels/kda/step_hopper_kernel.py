@@ -136,6 +136,7 @@ def advance(
     s_gate,
     s_decay,
     s_write,
+    s_window,
     s_tap,
     s_stream,
     s_state,
@@ -151,6 +152,7 @@ def advance(
     FIRST: gl.constexpr,
     COPIED: gl.constexpr,
     AHEAD: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
@@ -229,7 +231,10 @@ def advance(
         by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
     if AHEAD:  # noqa: SIM102
         if next_cell >= 0:
-            ask_for(p_state + (next_cell - i_cell) * s_state, K * K * 4)
+            # Its page, at the least, so that one translation less is waited for.
+            ask_for(p_window + (next_cell - i_cell) * s_window, 9 * K * 2)
+            if WHOLE:
+                ask_for(p_state + (next_cell - i_cell) * s_state, K * K * 4)
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
@@ -306,6 +311,8 @@ def kda_step_hopper_kernel(
     FIRST: gl.constexpr,
     COPIED: gl.constexpr,
     AHEAD: gl.constexpr,
+    WHOLE: gl.constexpr,
+    CLUSTER: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
@@ -327,24 +334,24 @@ def kda_step_hopper_kernel(
     i_b = (gl.program_id(0) // H).to(gl.int64)
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
-    next_cell = cell
-    if AHEAD:
-        i_next = gl.program_id(0) + AHEAD
-        p_cell = cells + (i_next // H).to(gl.int64) * s_cells + i_next % H
-        next_cell = gl.load(p_cell, mask=i_next < gl.num_programs(0), other=-1)
     if cell >= 0:
         buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
         for i in gl.static_range(PARTS):
             mbarrier.expect(landed.index(i), HELD * K * 4)
         for i in gl.static_range(PARTS):
             begin_copy(pool, [cell.to(gl.int32), i * HELD, 0], landed.index(i), buffer.index(i))
+        next_cell = cell
+        if AHEAD:
+            i_next = gl.program_id(0) + AHEAD
+            p_cell = cells + (i_next // H).to(gl.int64) * s_cells + i_next % H
+            next_cell = gl.load(p_cell, mask=i_next < gl.num_programs(0), other=-1)
         m_row, m_sum = vectors(K)
         advance(
             pool, cell, next_cell,
             buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
             windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
-            s_write, s_tap, s_stream, s_state, eps, lower_bound, H, i_b, i_h, K, PARTS, HELD,
-            BOUNDED, FIRST, COPIED, AHEAD,
+            s_write, s_window, s_tap, s_stream, s_state, eps, lower_bound, H, i_b, i_h, K, PARTS,
+            HELD, BOUNDED, FIRST, COPIED, AHEAD, WHOLE,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)

@@ -66,7 +66,8 @@ SHAPES: list[dict[str, Any]] = [
     {"asked": True, "first": True, "copied": True},
     {"asked": True, "first": True, "four": True},
     {"asked": True, "first": True, "copied": True, "four": True},
-    {"ahead": 5},
+    {"ahead": 5, "whole": True},
+    {"asked": True, "first": True, "four": True, "ahead": 7},
 ]
 
 
