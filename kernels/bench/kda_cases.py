@@ -142,15 +142,12 @@ def _decode_variants(
 
 
 _SHAPES = {
-    "touched": StepShape(asked=True, ahead=396),
-    "ahead": StepShape(asked=True, ahead=396, whole=True),
-    "copied": StepShape(asked=True, first=True, copied=True),
-    "four": StepShape(asked=True, first=True, four=True),
-    "asked": StepShape(asked=True),
-    "first": StepShape(asked=True, first=True),
-    "copied touched": StepShape(asked=True, first=True, copied=True, ahead=396),
-    "four touched": StepShape(asked=True, first=True, four=True, ahead=528),
-    "pairs": StepShape(asked=True, cluster=2),
+    "first, later": StepShape(later=True),
+    "copied": StepShape(copied=True),
+    "copied, 4 pieces": StepShape(copied=True, pieces=4),
+    "copied, 8 pieces": StepShape(copied=True, pieces=8),
+    "copied, later": StepShape(copied=True, later=True),
+    "copied, 4 pieces, later": StepShape(copied=True, pieces=4, later=True),
 }
 
 

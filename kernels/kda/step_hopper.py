@@ -23,21 +23,17 @@ class StepShape(NamedTuple):
 
     Attributes:
         asked: the descriptor of the states is fetched while the cell is.
+        later: the state is asked for behind windows and rows, not before them.
         first: the output comes before the state is stored.
         copied: states go back by the copy engine, not by threads; with ``first``.
-        four: programs a multiprocessor, the last 32 rows of their states in registers; not three.
-        ahead: the L2 cache is asked for the window of the program so much further on.
-        whole: and for its state.
-        cluster: programs that begin at once, near one another.
+        pieces: in which the copy engine fetches and stores a state.
     """
 
-    asked: bool = False
-    first: bool = False
+    asked: bool = True
+    later: bool = False
+    first: bool = True
     copied: bool = False
-    four: bool = False
-    ahead: int = 0
-    whole: bool = False
-    cluster: int = 1
+    pieces: int = 2
 
 
 def hopper_steps(
@@ -78,14 +74,11 @@ def hopper_step(
         shape: how the kernel is laid out.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    parts, rows, registers = (3, 32, 128) if shape.four else (2, 64, 168)
-    constants: dict[str, Any] = {"K": KEY, "PARTS": parts, "HELD": rows}
-    constants |= {"BOUNDED": bounded, "PDL": early, "ASKED": shape.asked, "FIRST": shape.first}
-    constants |= {"COPIED": shape.copied, "AHEAD": shape.ahead, "WHOLE": shape.whole}
-    constants["CLUSTER"] = shape.cluster
+    constants: dict[str, Any] = {"K": KEY, "PARTS": 2, "BOUNDED": bounded, "PDL": early}
+    constants |= {name.upper(): value for name, value in shape._asdict().items()}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
-    block = [1, rows, KEY]
+    block = [1, KEY // shape.pieces, KEY]
     if launch is not None:
         launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return
@@ -94,8 +87,5 @@ def hopper_step(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": registers, "launch_pdl": early}
-    if shape.cluster > 1:
-        compiled = kernel.warmup(pool, *args, **constants, **options, grid=(units,))
-        compiled.packed_metadata = (4, shape.cluster, compiled.metadata.shared)
-    kernel[(units // shape.cluster,)](pool, *args, **constants, **options)
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 168, "launch_pdl": early}
+    kernel[(units,)](pool, *args, **constants, **options)

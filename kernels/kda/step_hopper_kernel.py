@@ -80,6 +80,12 @@ def taps_of(p_x, p_window, s_tap, o_k):
 
 
 @gluon.jit
+def times(taps, one):
+    """Taps of one stream."""
+    return (taps[0] * one, taps[1] * one, taps[2] * one, taps[3] * one)
+
+
+@gluon.jit
 def carry_on(p_window, taps, s_tap, o_k):
     """Store all taps but the oldest as the new window."""
     for j in gl.static_range(3):
@@ -97,13 +103,15 @@ def ask_for_descriptor():
 
 
 @gluon.jit
-def ask_for(pointer, BYTES: gl.constexpr):
-    """Have so many bytes brought to the L2 cache; one thread asks."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .u32 own; mov.u32 own, %tid.x; setp.eq.u32 first, own, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,n", [pointer, BYTES], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def begin_state(
+    pool, cell, landed, buffer, K: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
+):
+    """Have a state brought to ``buffer`` in pieces; each of PARTS barriers tells of its share."""
+    for i in gl.static_range(PARTS):
+        mbarrier.expect(landed.index(i), K // PARTS * K * 4)
+    for i in gl.static_range(PIECES):
+        at = [cell.to(gl.int32), i * (K // PIECES), 0]
+        begin_copy(pool, at, landed.index(i * PARTS // PIECES), buffer.index(i))
 
 
 @gluon.jit
@@ -116,11 +124,11 @@ def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K:
 def advance(
     pool,
     i_cell,
-    next_cell,
     buffer,
     landed,
     m_row,
     m_sum,
+    m_one,
     qkv,
     gate,
     decay,
@@ -136,10 +144,8 @@ def advance(
     s_gate,
     s_decay,
     s_write,
-    s_window,
     s_tap,
     s_stream,
-    s_state,
     eps,
     lower_bound,
     H,
@@ -147,12 +153,11 @@ def advance(
     i_h,
     K: gl.constexpr,
     PARTS: gl.constexpr,
-    HELD: gl.constexpr,
+    PIECES: gl.constexpr,
     BOUNDED: gl.constexpr,
+    LATER: gl.constexpr,
     FIRST: gl.constexpr,
     COPIED: gl.constexpr,
-    AHEAD: gl.constexpr,
-    WHOLE: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
@@ -167,16 +172,7 @@ def advance(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     PART: gl.constexpr = 16
-    SHARED: gl.constexpr = PARTS * HELD
-    o_v = gl.arange(0, K, COLUMN)
-    o_r = gl.arange(0, PART, ROW)
-    p_tile = p_state + o_r[:, None] * K + o_v[None, :]
-    # The last rows stay in registers, so that a fourth program has room.
-    kept_tiles = ()
-    for i in gl.static_range((K - SHARED) // PART):
-        kept_tiles = kept_tiles + (gl.load(p_tile + (SHARED + i * PART) * K),)  # noqa: RUF005
-    # Or the assembler begins it when the loads that come next have been waited for.
-    meet()
+    HELD: gl.constexpr = K // PIECES
     o_k = gl.arange(0, K, P)
     column = i_h * K
     x = qkv + i_b * s_qkv + column
@@ -189,23 +185,38 @@ def advance(
     q_conv = gl.load(p_conv)
     k_conv = gl.load(p_conv + H * K * 4)
     v_conv = gl.load(p_conv + 2 * H * K * 4)
-    logits = gl.load(decay + i_b * s_decay + column + o_k).to(gl.float32)
+    logits = gl.load(decay + i_b * s_decay + column + o_k)
     bias = gl.load(dt_bias + column + o_k)
-    open_to = gl.load(gate + i_b * s_gate + column + o_k).to(gl.float32)
+    open_to = gl.load(gate + i_b * s_gate + column + o_k)
     norm = gl.load(o_norm + o_k)
-    rate = gl.exp(gl.load(a_log + i_h))
-    beta = sigmoid(gl.load(write + i_b * s_write + i_h).to(gl.float32))
+    b_log = gl.load(a_log + i_h + o_k * 0)
+    b_write = gl.load(write + i_b * s_write + i_h + o_k * 0)
+    if LATER:
+        begin_state(pool, i_cell, landed, buffer, K, PARTS, PIECES)
+        meet()
+        # A factor from behind the copies, or the assembler begins them after it has waited for
+        # what was loaded.
+        one = m_one.load(P)
+        q_taps = times(q_taps, one)
+        k_taps = times(k_taps, one)
+        v_taps = times(v_taps, one)
+        logits *= one
+        open_to *= one
+        b_write *= one
+        b_log *= one.to(gl.float32)
+    rate = gl.exp(b_log)
+    beta = sigmoid(b_write.to(gl.float32))
 
     b_q = weighed(q_taps, q_conv, P)
     b_k = weighed(k_taps, k_conv, P)
-    alpha = decay_factor(logits + bias, rate, lower_bound, BOUNDED)
+    alpha = decay_factor(logits.to(gl.float32) + bias, rate, lower_bound, BOUNDED)
     written = beta * b_k
     m_row[0].store(b_k * alpha)
     m_row[1].store(b_q * alpha)
     m_row[2].store(alpha)
     m_row[3].store(written)
     m_row[4].store(weighed(v_taps, v_conv, P))
-    m_row[5].store(norm * sigmoid(open_to))
+    m_row[5].store(norm * sigmoid(open_to.to(gl.float32)))
     m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
     m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
     m_sum[2].store(gl.sum(gl.reshape(b_q * written, [4, K // 4]), 1))
@@ -221,23 +232,15 @@ def advance(
     by_k = gl.zeros([PART, K], gl.float32, S)
     by_q = gl.zeros([PART, K], gl.float32, S)
     for i in gl.static_range(K // PART):
-        if i * PART < SHARED:
-            if i * PART % HELD == 0:
-                mbarrier.wait(landed.index(i * PART // HELD), 0)
-            b_s = held(buffer, i * PART, PART, HELD, K).load(S)
-        else:
-            b_s = kept_tiles[i - SHARED // PART]
+        if i * PART % (K // PARTS) == 0:
+            mbarrier.wait(landed.index(i * PART // (K // PARTS)), 0)
+        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
         by_k += b_s * m_row[0].slice(i * PART, PART).load(ROW)[:, None]
         by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
-    if AHEAD:  # noqa: SIM102
-        if next_cell >= 0:
-            # Its page, at the least, so that one translation less is waited for.
-            ask_for(p_window + (next_cell - i_cell) * s_window, 9 * K * 2)
-            if WHOLE:
-                ask_for(p_state + (next_cell - i_cell) * s_state, K * K * 4)
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
+    o_v = gl.arange(0, K, COLUMN)
     p_out = out + i_b * H * K + column
     if FIRST:
         # Before the state is stored, behind which it would wait.
@@ -245,13 +248,8 @@ def advance(
         y = o * scale * m_row[5].load(COLUMN)
         gl.store(p_out + o_v, y.to(out.dtype.element_ty))
     step = k_scale * u
-    for i in gl.static_range((K - SHARED) // PART):
-        kept = m_row[2].slice(SHARED + i * PART, PART).load(ROW)
-        added = m_row[3].slice(SHARED + i * PART, PART).load(ROW)
-        b_s = kept_tiles[i] * kept[:, None] + added[:, None] * step[None, :]
-        gl.store(p_tile + (SHARED + i * PART) * K, b_s)
     if COPIED:
-        for i in gl.static_range(PARTS):
+        for i in gl.static_range(PIECES):
             kept = m_row[2].slice(i * HELD, HELD).load(ROW)
             added = m_row[3].slice(i * HELD, HELD).load(ROW)
             b_s = held(buffer, i * HELD, HELD, HELD, K).load(S)
@@ -263,7 +261,9 @@ def advance(
         # From the first of them on nothing may ask for shared memory: it would get the buffer's.
         wait_for_stores(0)
     else:
-        for i in gl.static_range(SHARED // PART):
+        o_r = gl.arange(0, PART, ROW)
+        p_tile = p_state + o_r[:, None] * K + o_v[None, :]
+        for i in gl.static_range(K // PART):
             b_s = held(buffer, i * PART, PART, HELD, K).load(S)
             kept = m_row[2].slice(i * PART, PART).load(ROW)
             added = m_row[3].slice(i * PART, PART).load(ROW)
@@ -304,15 +304,13 @@ def kda_step_hopper_kernel(
     H,
     K: gl.constexpr,
     PARTS: gl.constexpr,
-    HELD: gl.constexpr,
+    PIECES: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
     ASKED: gl.constexpr,
+    LATER: gl.constexpr,
     FIRST: gl.constexpr,
     COPIED: gl.constexpr,
-    AHEAD: gl.constexpr,
-    WHOLE: gl.constexpr,
-    CLUSTER: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
@@ -328,6 +326,9 @@ def kda_step_hopper_kernel(
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PARTS):
         mbarrier.init(landed.index(i), count=1)
+    m_one = gl.allocate_shared_memory(gl.bfloat16, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if LATER:
+        m_one.store(gl.full([K], 1.0, gl.bfloat16, V))
     meet()
     if PDL:
         wait_for_inputs()
@@ -335,23 +336,18 @@ def kda_step_hopper_kernel(
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
     if cell >= 0:
-        buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
-        for i in gl.static_range(PARTS):
-            mbarrier.expect(landed.index(i), HELD * K * 4)
-        for i in gl.static_range(PARTS):
-            begin_copy(pool, [cell.to(gl.int32), i * HELD, 0], landed.index(i), buffer.index(i))
-        next_cell = cell
-        if AHEAD:
-            i_next = gl.program_id(0) + AHEAD
-            p_cell = cells + (i_next // H).to(gl.int64) * s_cells + i_next % H
-            next_cell = gl.load(p_cell, mask=i_next < gl.num_programs(0), other=-1)
+        buffer = gl.allocate_shared_memory(gl.float32, [PIECES, 1, K // PIECES, K], PLAIN)
+        if not LATER:
+            begin_state(pool, cell, landed, buffer, K, PARTS, PIECES)
+            # Or the assembler begins it when the loads that come next have been waited for.
+            meet()
         m_row, m_sum = vectors(K)
         advance(
-            pool, cell, next_cell,
-            buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
+            pool, cell,
+            buffer, landed, m_row, m_sum, m_one, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
             windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
-            s_write, s_window, s_tap, s_stream, s_state, eps, lower_bound, H, i_b, i_h, K, PARTS,
-            HELD, BOUNDED, FIRST, COPIED, AHEAD, WHOLE,
+            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, PIECES,
+            BOUNDED, LATER, FIRST, COPIED,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)

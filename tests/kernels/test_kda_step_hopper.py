@@ -62,12 +62,10 @@ def run(
 
 SHAPES: list[dict[str, Any]] = [
     {},
-    {"asked": True},
-    {"asked": True, "first": True, "copied": True},
-    {"asked": True, "first": True, "four": True},
-    {"asked": True, "first": True, "copied": True, "four": True},
-    {"ahead": 5, "whole": True},
-    {"asked": True, "first": True, "four": True, "ahead": 7},
+    {"first": False},
+    {"later": True},
+    {"copied": True},
+    {"copied": True, "pieces": 8, "later": True},
 ]
 
 
