@@ -142,12 +142,10 @@ def _decode_variants(
 
 
 _SHAPES = {
-    "first, later": StepShape(later=True),
-    "copied": StepShape(copied=True),
-    "copied, 4 pieces": StepShape(copied=True, pieces=4),
-    "copied, 8 pieces": StepShape(copied=True, pieces=8),
-    "copied, later": StepShape(copied=True, later=True),
-    "copied, 4 pieces, later": StepShape(copied=True, pieces=4, later=True),
+    "first, later 2": StepShape(later=2),
+    "copied, later 2": StepShape(copied=True, later=2),
+    "copied, 4 pieces, later 2": StepShape(copied=True, pieces=4, later=2),
+    "copied, 4 pieces, later 2, hinted": StepShape(copied=True, pieces=4, later=2, hinted=True),
 }
 
 

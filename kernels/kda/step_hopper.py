@@ -23,17 +23,19 @@ class StepShape(NamedTuple):
 
     Attributes:
         asked: the descriptor of the states is fetched while the cell is.
-        later: the state is asked for behind windows and rows, not before them.
+        later: the state is asked for behind the window; 1: and the rows; 2: those beside the cell.
         first: the output comes before the state is stored.
         copied: states go back by the copy engine, not by threads; with ``first``.
+        hinted: what is read is evicted first.
         pieces: in which the copy engine fetches and stores a state.
     """
 
     asked: bool = True
-    later: bool = False
+    later: int = 0
     first: bool = True
     copied: bool = False
     pieces: int = 2
+    hinted: bool = False
 
 
 def hopper_steps(

@@ -69,13 +69,13 @@ def weighed(taps, b_conv, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def taps_of(p_x, p_window, s_tap, o_k):
+def taps_of(b_x, p_window, s_tap, o_k):
     """The last four inputs of every channel, oldest first."""
     return (
         gl.load(p_window + o_k),
         gl.load(p_window + s_tap + o_k),
         gl.load(p_window + 2 * s_tap + o_k),
-        gl.load(p_x + o_k),
+        b_x,
     )
 
 
@@ -103,13 +103,41 @@ def ask_for_descriptor():
 
 
 @gluon.jit
+def begin_hinted(cell, row: gl.constexpr, OFFSET: gl.constexpr, BARRIER: gl.constexpr):
+    """To measure what a hint is worth: addresses are those of one version of the compiler."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .u32 own, to, bar; .reg .b64 at, policy; "
+        "mov.u32 own, %tid.x; setp.eq.u32 first, own, 0; "
+        "mov.u32 to, global_smem; add.u32 bar, to, $4; add.u32 to, to, $3; "
+        "mov.b64 at, kda_step_hopper_kernel_param_0; cvta.param.u64 at, at; "
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+        "mov.u32 own, 0; mov.u32 $0, $2; "
+        "@first cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [to], [at, {own, $0, $1}], [bar], policy; }",
+        "=&r,r,n,n,n", [cell, row, OFFSET, BARRIER], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def begin_state(
-    pool, cell, landed, buffer, K: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
+    pool,
+    cell,
+    landed,
+    buffer,
+    K: gl.constexpr,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+    HINTED: gl.constexpr,
 ):
     """Have a state brought to ``buffer`` in pieces; each of PARTS barriers tells of its share."""
-    for i in gl.static_range(PARTS):
-        mbarrier.expect(landed.index(i), K // PARTS * K * 4)
-    for i in gl.static_range(PIECES):
+    HELD: gl.constexpr = K // PIECES
+    if HINTED:
+        meet()
+        for i in gl.static_range(PIECES):
+            begin_hinted(
+                cell.to(gl.int32), i * HELD, i * HELD * K * 4, 68864 + i * PARTS // PIECES * 8
+            )
+    for i in gl.static_range(0 if HINTED else PIECES):
         at = [cell.to(gl.int32), i * (K // PIECES), 0]
         begin_copy(pool, at, landed.index(i * PARTS // PIECES), buffer.index(i))
 
@@ -121,6 +149,28 @@ def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K:
 
 
 @gluon.jit
+def row_of_head(
+    x, gate, decay, write, conv, a_log, dt_bias, o_norm, column, i_h, H, K: gl.constexpr
+):  # fmt: skip
+    """What is read without knowing where the state lies: asked for, not used."""
+    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    o_k = gl.arange(0, K, P)
+    news = (gl.load(x + o_k), gl.load(x + H * K + o_k), gl.load(x + 2 * H * K + o_k))
+    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
+    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
+    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
+    convs = (gl.load(p_conv), gl.load(p_conv + H * K * 4), gl.load(p_conv + 2 * H * K * 4))
+    logits = gl.load(decay + o_k)
+    bias = gl.load(dt_bias + column + o_k)
+    open_to = gl.load(gate + o_k)
+    norm = gl.load(o_norm + o_k)
+    b_log = gl.load(a_log + i_h + o_k * 0)
+    b_write = gl.load(write + i_h + o_k * 0)
+    return news, convs, logits, bias, open_to, norm, b_log, b_write
+
+
+@gluon.jit
 def advance(
     pool,
     i_cell,
@@ -129,21 +179,10 @@ def advance(
     m_row,
     m_sum,
     m_one,
-    qkv,
-    gate,
-    decay,
-    write,
-    conv,
-    a_log,
-    dt_bias,
-    o_norm,
+    given,
     p_window,
     p_state,
     out,
-    s_qkv,
-    s_gate,
-    s_decay,
-    s_write,
     s_tap,
     s_stream,
     eps,
@@ -158,6 +197,7 @@ def advance(
     LATER: gl.constexpr,
     FIRST: gl.constexpr,
     COPIED: gl.constexpr,
+    HINTED: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
@@ -166,7 +206,6 @@ def advance(
     ``(S^T q) / |q|``, so the threads meet once before the state is read.
     """
     P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [1, 4], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -175,24 +214,12 @@ def advance(
     HELD: gl.constexpr = K // PIECES
     o_k = gl.arange(0, K, P)
     column = i_h * K
-    x = qkv + i_b * s_qkv + column
-    q_taps = taps_of(x, p_window, s_tap, o_k)
-    k_taps = taps_of(x + H * K, p_window + s_stream, s_tap, o_k)
-    v_taps = taps_of(x + 2 * H * K, p_window + 2 * s_stream, s_tap, o_k)
-    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
-    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
-    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
-    q_conv = gl.load(p_conv)
-    k_conv = gl.load(p_conv + H * K * 4)
-    v_conv = gl.load(p_conv + 2 * H * K * 4)
-    logits = gl.load(decay + i_b * s_decay + column + o_k)
-    bias = gl.load(dt_bias + column + o_k)
-    open_to = gl.load(gate + i_b * s_gate + column + o_k)
-    norm = gl.load(o_norm + o_k)
-    b_log = gl.load(a_log + i_h + o_k * 0)
-    b_write = gl.load(write + i_b * s_write + i_h + o_k * 0)
-    if LATER:
-        begin_state(pool, i_cell, landed, buffer, K, PARTS, PIECES)
+    news, convs, logits, bias, open_to, norm, b_log, b_write = given
+    q_taps = taps_of(news[0], p_window, s_tap, o_k)
+    k_taps = taps_of(news[1], p_window + s_stream, s_tap, o_k)
+    v_taps = taps_of(news[2], p_window + 2 * s_stream, s_tap, o_k)
+    if LATER > 0:
+        begin_state(pool, i_cell, landed, buffer, K, PARTS, PIECES, HINTED)
         meet()
         # A factor from behind the copies, or the assembler begins them after it has waited for
         # what was loaded.
@@ -207,15 +234,15 @@ def advance(
     rate = gl.exp(b_log)
     beta = sigmoid(b_write.to(gl.float32))
 
-    b_q = weighed(q_taps, q_conv, P)
-    b_k = weighed(k_taps, k_conv, P)
+    b_q = weighed(q_taps, convs[0], P)
+    b_k = weighed(k_taps, convs[1], P)
     alpha = decay_factor(logits.to(gl.float32) + bias, rate, lower_bound, BOUNDED)
     written = beta * b_k
     m_row[0].store(b_k * alpha)
     m_row[1].store(b_q * alpha)
     m_row[2].store(alpha)
     m_row[3].store(written)
-    m_row[4].store(weighed(v_taps, v_conv, P))
+    m_row[4].store(weighed(v_taps, convs[2], P))
     m_row[5].store(norm * sigmoid(open_to.to(gl.float32)))
     m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
     m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
@@ -311,6 +338,7 @@ def kda_step_hopper_kernel(
     LATER: gl.constexpr,
     FIRST: gl.constexpr,
     COPIED: gl.constexpr,
+    HINTED: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
@@ -327,27 +355,44 @@ def kda_step_hopper_kernel(
     for i in gl.static_range(PARTS):
         mbarrier.init(landed.index(i), count=1)
     m_one = gl.allocate_shared_memory(gl.bfloat16, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if LATER:
+    if LATER > 0:
         m_one.store(gl.full([K], 1.0, gl.bfloat16, V))
     meet()
+    for i in gl.static_range(PARTS):
+        mbarrier.expect(landed.index(i), K // PARTS * K * 4)
     if PDL:
         wait_for_inputs()
     i_b = (gl.program_id(0) // H).to(gl.int64)
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
+    column = i_h * K
+    x, p_gate, p_decay = qkv + i_b * s_qkv + column, gate + i_b * s_gate, decay + i_b * s_decay
+    p_gate, p_decay, p_write = p_gate + column, p_decay + column, write + i_b * s_write
+    given = ()
+    if LATER == 2:
+        given = row_of_head(
+            x, p_gate, p_decay, p_write, conv, a_log, dt_bias, o_norm, column, i_h, H, K
+        )
+        # Or the compiler asks for the row where it is used.
+        meet()
     if cell >= 0:
         buffer = gl.allocate_shared_memory(gl.float32, [PIECES, 1, K // PIECES, K], PLAIN)
-        if not LATER:
-            begin_state(pool, cell, landed, buffer, K, PARTS, PIECES)
+        if LATER == 0:
+            begin_state(pool, cell, landed, buffer, K, PARTS, PIECES, HINTED)
             # Or the assembler begins it when the loads that come next have been waited for.
             meet()
         m_row, m_sum = vectors(K)
+        if LATER == 2:
+            row = given
+        else:
+            row = row_of_head(
+                x, p_gate, p_decay, p_write, conv, a_log, dt_bias, o_norm, column, i_h, H, K
+            )
         advance(
-            pool, cell,
-            buffer, landed, m_row, m_sum, m_one, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
-            windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
-            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, PIECES,
-            BOUNDED, LATER, FIRST, COPIED,
+            pool, cell, buffer, landed, m_row, m_sum, m_one, row,
+            windows + cell * s_window, states + cell * s_state, out,
+            s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, PIECES,
+            BOUNDED, LATER, FIRST, COPIED, HINTED,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)

@@ -63,9 +63,10 @@ def run(
 SHAPES: list[dict[str, Any]] = [
     {},
     {"first": False},
-    {"later": True},
+    {"later": 1},
+    {"later": 2},
     {"copied": True},
-    {"copied": True, "pieces": 8, "later": True},
+    {"copied": True, "pieces": 4, "later": 2},
 ]
 
 
