@@ -142,6 +142,7 @@ def _decode_variants(
 
 
 _SHAPES = {
+    "first, later 2, not asked": StepShape(later=2, asked=False),
     "first, later 2": StepShape(later=2),
     "copied, later 2": StepShape(copied=True, later=2),
     "copied, 4 pieces, later 2": StepShape(copied=True, pieces=4, later=2),
