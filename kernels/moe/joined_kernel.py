@@ -18,7 +18,10 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 import triton
 import triton.language as tl
 
+from k3vl.kernels.moe.mxfp4 import TILE_ROWS
 from k3vl.kernels.situ.glu_kernel import activated
+
+TILE = tl.constexpr(TILE_ROWS)
 
 
 def _decoder() -> str:
@@ -72,11 +75,15 @@ def _step(
     COLUMNS: tl.constexpr = PARTS * 128
     # A load of fewer elements than threads would be laid out badly: some elements are read twice.
     o_g = tl.arange(0, PARTS * COPIES) // COPIES
-    groups = tl.load(scale + rows[:, None] * (WORDS // 16) + k // 16 + o_g[None, :])
+    inside = rows % TILE
+    s_at = scale + ((rows - inside) * (WORDS // 16) + inside)[:, None] + k // 16 * TILE
+    groups = tl.load(s_at + (o_g * TILE)[None, :])
     groups = tl.broadcast_to(groups[:, :, None], (M, PARTS * COPIES, 128 // COPIES))
     groups = groups.reshape(M, COLUMNS)
+    w_at = w + ((rows - inside) * WORDS + inside * 16)[:, None] + k * TILE
     if PACKED:
-        codes = tl.load(w + rows[:, None] * WORDS + k + tl.arange(0, PARTS * 16)[None, :])
+        o_w = tl.arange(0, PARTS * 16)
+        codes = tl.load(w_at + (o_w // 16 * (16 * TILE) + o_w % 16)[None, :])
         codes = codes.reshape(M, PARTS, 1, 16)
         codes = tl.broadcast_to(codes, (M, PARTS, 8, 16)).reshape(M, COLUMNS)
         values = tl.inline_asm_elementwise(
@@ -86,7 +93,7 @@ def _step(
         o_c = tl.arange(0, COLUMNS)
         n, j = o_c // 16 % 8, o_c // 128 * 16 + o_c % 16
         at = j // 2 * 2 + n // 4
-        u = tl.load(w + rows[:, None] * WORDS + k + at[None, :])
+        u = tl.load(w_at + (at // 16 * (16 * TILE) + at % 16)[None, :])
         u = (u >> (j % 2 * 16)[None, :]) & 0xFFFF
         f = (n % 4)[None, :]
         sign = tl.where(f == 3, u >> 14, (u << (3 * f)) >> 15) & 1
