@@ -13,7 +13,6 @@ from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
-from k3vl.kernels.kda.step_hopper import StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,21 +132,8 @@ def _decode_variants(
     ways: dict[str, Callable[[], Work]] = {
         "heads anywhere": partial(prepare, kda_decode, _anywhere),
         "in Triton": partial(prepare, partial(kda_decode, hopper=False)),
-        **{
-            f"as {name}": partial(prepare, partial(kda_decode, shape=shape))
-            for name, shape in _SHAPES.items()
-        },
     }
     return {name: Peer(way) for name, way in ways.items()}
-
-
-_SHAPES = {
-    "first, later 2, not asked": StepShape(later=2, asked=False),
-    "first, later 2": StepShape(later=2),
-    "copied, later 2": StepShape(copied=True, later=2),
-    "copied, 4 pieces, later 2": StepShape(copied=True, pieces=4, later=2),
-    "copied, 4 pieces, later 2, hinted": StepShape(copied=True, pieces=4, later=2, hinted=True),
-}
 
 
 def _anywhere(batch: int, heads: int) -> Memory:

@@ -16,7 +16,7 @@ from k3vl.kernels.kda import check_shapes
 from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_takes, hopper_walk
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
-from k3vl.kernels.kda.step_hopper import StepShape, hopper_step, hopper_steps
+from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
 from k3vl.kernels.kda.step_kernel import kda_step_kernel
 from k3vl.kernels.kda.walk_kernel import kda_norm_kernel, kda_walk_kernel
 
@@ -76,12 +76,8 @@ def kda_decode(
     cells: torch.Tensor,
     *,
     hopper: bool = True,
-    shape: StepShape = StepShape(),  # noqa: B008
 ) -> torch.Tensor:
-    """See :func:`k3vl.kernels.kda.kda_decode`.
-
-    For measurements: without ``hopper`` in Triton, with it in other shapes.
-    """
+    """See :func:`k3vl.kernels.kda.kda_decode`; without ``hopper``, for measurements, in Triton."""
     check_shapes("kda_decode", qkv, gate, decay, write, weights, windows, states, cells)
     _check_layout("kda_decode", qkv, gate, decay, write, windows, states, weights)
     batch, heads = cells.shape
@@ -92,7 +88,7 @@ def kda_decode(
     units, bounded, early = batch * heads, weights.lower_bound is not None, begins_early(qkv)
     args = step_arguments((qkv, gate, decay, write), weights, windows, states, cells, out)
     if hopper and hopper_runs(qkv.device) and hopper_steps(qkv, weights, windows, states):
-        hopper_step(args, states, units, bounded=bounded, early=early, shape=shape)
+        hopper_step(args, states, units, bounded=bounded, early=early)
         return out
     kda_step_kernel[(units,)](
         *args,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,25 +17,12 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
+_PARTS, _PIECES = 2, 4
+"""A state lands in two parts, so that the first is read while the other is on its way; it is
+fetched and stored in four pieces, so that the first leaves while the next are computed."""
 
-class StepShape(NamedTuple):
-    """How the kernel is laid out.
-
-    Attributes:
-        asked: the descriptor of the states is fetched while the cell is.
-        later: the state is asked for behind the window; 1: and the rows; 2: those beside the cell.
-        first: the output comes before the state is stored.
-        copied: states go back by the copy engine, not by threads; with ``first``.
-        hinted: what is read is evicted first.
-        pieces: in which the copy engine fetches and stores a state.
-    """
-
-    asked: bool = True
-    later: int = 0
-    first: bool = True
-    copied: bool = False
-    pieces: int = 2
-    hinted: bool = False
+_REGISTERS = 168
+"""At most so many for a thread: three programs a multiprocessor, 64 KB of shared memory each."""
 
 
 def hopper_steps(
@@ -62,7 +49,6 @@ def hopper_step(
     *,
     bounded: bool,
     early: bool,
-    shape: StepShape = StepShape(),  # noqa: B008
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Start it with what ``kda_step_kernel`` is given (``gpu.step_arguments``).
@@ -73,14 +59,13 @@ def hopper_step(
         units: heads of sequences.
         bounded: whether the decay is.
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
-        shape: how the kernel is laid out.
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    constants: dict[str, Any] = {"K": KEY, "PARTS": 2, "BOUNDED": bounded, "PDL": early}
-    constants |= {name.upper(): value for name, value in shape._asdict().items()}
+    constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "PIECES": _PIECES}
+    constants |= {"BOUNDED": bounded, "PDL": early}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
-    block = [1, KEY // shape.pieces, KEY]
+    block = [1, KEY // _PIECES, KEY]
     if launch is not None:
         launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return
@@ -89,5 +74,5 @@ def hopper_step(
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     pool = TensorDescriptor.from_tensor(states, block, layout)
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 168, "launch_pdl": early}
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": _REGISTERS, "launch_pdl": early}
     kernel[(units,)](pool, *args, **constants, **options)

@@ -1,8 +1,8 @@
 """One token of Kimi Delta Attention for compute capability 9.0, in Gluon.
 
 A program is one head of one sequence. Its state, 64 KB in one run of memory, is fetched by the copy
-engine into shared memory; so threads need no registers for it, and a multiprocessor holds three
-programs where it held two.
+engine into shared memory, where it is changed, and stored by it; so threads need no registers for
+it, and a multiprocessor holds three programs where it held two.
 """
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -69,19 +69,19 @@ def weighed(taps, b_conv, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def taps_of(b_x, p_window, s_tap, o_k):
+def taps_of(newest, p_window, s_tap, o_k):
     """The last four inputs of every channel, oldest first."""
     return (
         gl.load(p_window + o_k),
         gl.load(p_window + s_tap + o_k),
         gl.load(p_window + 2 * s_tap + o_k),
-        b_x,
+        newest,
     )
 
 
 @gluon.jit
 def times(taps, one):
-    """Taps of one stream."""
+    """Taps of one stream by a number of every channel."""
     return (taps[0] * one, taps[1] * one, taps[2] * one, taps[3] * one)
 
 
@@ -94,7 +94,7 @@ def carry_on(p_window, taps, s_tap, o_k):
 
 @gluon.jit
 def ask_for_descriptor():
-    """Have the kernel's first argument at hand before the first copy needs it."""
+    """Fetch the descriptor, the first argument of ``kda_step_hopper_kernel``, beside the cell."""
     gl.inline_asm_elementwise(
         "{ .reg .b64 at; mov.b64 at, kda_step_hopper_kernel_param_0; cvta.param.u64 at, at; "
         "prefetch.tensormap [at]; mov.u32 $0, 0; }",
@@ -103,107 +103,65 @@ def ask_for_descriptor():
 
 
 @gluon.jit
-def begin_hinted(cell, row: gl.constexpr, OFFSET: gl.constexpr, BARRIER: gl.constexpr):
-    """To measure what a hint is worth: addresses are those of one version of the compiler."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .u32 own, to, bar; .reg .b64 at, policy; "
-        "mov.u32 own, %tid.x; setp.eq.u32 first, own, 0; "
-        "mov.u32 to, global_smem; add.u32 bar, to, $4; add.u32 to, to, $3; "
-        "mov.b64 at, kda_step_hopper_kernel_param_0; cvta.param.u64 at, at; "
-        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
-        "mov.u32 own, 0; mov.u32 $0, $2; "
-        "@first cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [to], [at, {own, $0, $1}], [bar], policy; }",
-        "=&r,r,n,n,n", [cell, row, OFFSET, BARRIER], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def begin_state(
-    pool,
-    cell,
-    landed,
-    buffer,
-    K: gl.constexpr,
-    PARTS: gl.constexpr,
-    PIECES: gl.constexpr,
-    HINTED: gl.constexpr,
+    pool, cell, landed, buffer, K: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
 ):
-    """Have a state brought to ``buffer`` in pieces; each of PARTS barriers tells of its share."""
-    HELD: gl.constexpr = K // PIECES
-    if HINTED:
-        meet()
-        for i in gl.static_range(PIECES):
-            begin_hinted(
-                cell.to(gl.int32), i * HELD, i * HELD * K * 4, 68864 + i * PARTS // PIECES * 8
-            )
-    for i in gl.static_range(0 if HINTED else PIECES):
-        at = [cell.to(gl.int32), i * (K // PIECES), 0]
+    """Have a state brought to ``buffer`` in PIECES; each of PARTS barriers tells of its share."""
+    for i in gl.static_range(PIECES):
+        at = [cell, i * (K // PIECES), 0]
         begin_copy(pool, at, landed.index(i * PARTS // PIECES), buffer.index(i))
 
 
 @gluon.jit
 def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K: gl.constexpr):
-    """Some rows of a state that lies in ``buffer`` in parts of HELD rows."""
+    """Some rows of a state that lies in ``buffer`` in pieces of HELD rows."""
     return buffer.index(begin // HELD).reshape([HELD, K]).slice(begin % HELD, ROWS)
 
 
 @gluon.jit
-def row_of_head(
-    x, gate, decay, write, conv, a_log, dt_bias, o_norm, column, i_h, H, K: gl.constexpr
-):  # fmt: skip
-    """What is read without knowing where the state lies: asked for, not used."""
+def row_of_head(qkv, gate, decay, write, conv, a_log, dt_bias, o_norm, i_h, H, K: gl.constexpr):
+    """What is read without knowing where the state lies; asked for, not used."""
     P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    o_k = gl.arange(0, K, P)
-    news = (gl.load(x + o_k), gl.load(x + H * K + o_k), gl.load(x + 2 * H * K + o_k))
-    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
-    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
-    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
+    o_k = i_h * K + gl.arange(0, K, P)
+    newest = (gl.load(qkv + o_k), gl.load(qkv + H * K + o_k), gl.load(qkv + 2 * H * K + o_k))
+    o_c = i_h * K + gl.arange(0, K, gl.SliceLayout(1, FOUR))
+    p_conv = conv + o_c[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, FOUR))[None, :]
     convs = (gl.load(p_conv), gl.load(p_conv + H * K * 4), gl.load(p_conv + 2 * H * K * 4))
-    logits = gl.load(decay + o_k)
-    bias = gl.load(dt_bias + column + o_k)
-    open_to = gl.load(gate + o_k)
-    norm = gl.load(o_norm + o_k)
-    b_log = gl.load(a_log + i_h + o_k * 0)
-    b_write = gl.load(write + i_h + o_k * 0)
-    return news, convs, logits, bias, open_to, norm, b_log, b_write
+    b_decay, b_bias, b_gate = gl.load(decay + o_k), gl.load(dt_bias + o_k), gl.load(gate + o_k)
+    b_norm = gl.load(o_norm + gl.arange(0, K, P))
+    # A number of the head's, in every thread.
+    p_log, p_write = a_log + i_h + o_k * 0, write + i_h + o_k * 0
+    return newest, convs, b_decay, b_bias, b_gate, b_norm, gl.load(p_log), gl.load(p_write)
 
 
 @gluon.jit
 def advance(
     pool,
-    i_cell,
-    buffer,
+    cell,
     landed,
+    buffer,
     m_row,
     m_sum,
     m_one,
     given,
     p_window,
-    p_state,
-    out,
+    p_out,
     s_tap,
     s_stream,
     eps,
     lower_bound,
-    H,
-    i_b,
-    i_h,
     K: gl.constexpr,
     PARTS: gl.constexpr,
     PIECES: gl.constexpr,
     BOUNDED: gl.constexpr,
-    LATER: gl.constexpr,
-    FIRST: gl.constexpr,
-    COPIED: gl.constexpr,
-    HINTED: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
-    Vectors have a channel a thread; ``m_row`` brings them to where the state's rows and columns
-    are. Keys and queries get their length last: of q~ = q / |q| the mixture is
-    ``(S^T q) / |q|``, so the threads meet once before the state is read.
+    Vectors, those ``given`` too (:func:`row_of_head`), have a channel a thread; ``m_row`` brings
+    them to where the state's rows and columns are; ``m_one`` has ones. Keys and queries get their
+    length last: of q~ = q / |q| the mixture is ``(S^T q) / |q|``, so the threads meet once before
+    the state is read.
     """
     P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -213,37 +171,35 @@ def advance(
     PART: gl.constexpr = 16
     HELD: gl.constexpr = K // PIECES
     o_k = gl.arange(0, K, P)
-    column = i_h * K
-    news, convs, logits, bias, open_to, norm, b_log, b_write = given
-    q_taps = taps_of(news[0], p_window, s_tap, o_k)
-    k_taps = taps_of(news[1], p_window + s_stream, s_tap, o_k)
-    v_taps = taps_of(news[2], p_window + 2 * s_stream, s_tap, o_k)
-    if LATER > 0:
-        begin_state(pool, i_cell, landed, buffer, K, PARTS, PIECES, HINTED)
-        meet()
-        # A factor from behind the copies, or the assembler begins them after it has waited for
-        # what was loaded.
-        one = m_one.load(P)
-        q_taps = times(q_taps, one)
-        k_taps = times(k_taps, one)
-        v_taps = times(v_taps, one)
-        logits *= one
-        open_to *= one
-        b_write *= one
-        b_log *= one.to(gl.float32)
+    newest, convs, b_decay, b_bias, b_gate, b_norm, b_log, b_write = given
+    q_taps = taps_of(newest[0], p_window, s_tap, o_k)
+    k_taps = taps_of(newest[1], p_window + s_stream, s_tap, o_k)
+    v_taps = taps_of(newest[2], p_window + 2 * s_stream, s_tap, o_k)
+    # Behind the window, which would wait for 64 KB otherwise. All that was loaded gets a factor of
+    # one from behind the copies: or the assembler waits for it before it begins them.
+    begin_state(pool, cell, landed, buffer, K, PARTS, PIECES)
+    meet()
+    one = m_one.load(P)
+    q_taps = times(q_taps, one)
+    k_taps = times(k_taps, one)
+    v_taps = times(v_taps, one)
+    b_decay *= one
+    b_gate *= one
+    b_write *= one
+    b_log *= one.to(gl.float32)
     rate = gl.exp(b_log)
     beta = sigmoid(b_write.to(gl.float32))
 
     b_q = weighed(q_taps, convs[0], P)
     b_k = weighed(k_taps, convs[1], P)
-    alpha = decay_factor(logits.to(gl.float32) + bias, rate, lower_bound, BOUNDED)
+    alpha = decay_factor(b_decay.to(gl.float32) + b_bias, rate, lower_bound, BOUNDED)
     written = beta * b_k
     m_row[0].store(b_k * alpha)
     m_row[1].store(b_q * alpha)
     m_row[2].store(alpha)
     m_row[3].store(written)
     m_row[4].store(weighed(v_taps, convs[2], P))
-    m_row[5].store(norm * sigmoid(open_to.to(gl.float32)))
+    m_row[5].store(b_norm * sigmoid(b_gate.to(gl.float32)))
     m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
     m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
     m_sum[2].store(gl.sum(gl.reshape(b_q * written, [4, K // 4]), 1))
@@ -268,38 +224,22 @@ def advance(
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
     o_v = gl.arange(0, K, COLUMN)
-    p_out = out + i_b * H * K + column
-    if FIRST:
-        # Before the state is stored, behind which it would wait.
-        scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
-        y = o * scale * m_row[5].load(COLUMN)
-        gl.store(p_out + o_v, y.to(out.dtype.element_ty))
+    # Before the state is stored, behind which it would wait.
+    scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
+    y = o * scale * m_row[5].load(COLUMN)
+    gl.store(p_out + o_v, y.to(p_out.dtype.element_ty))
     step = k_scale * u
-    if COPIED:
-        for i in gl.static_range(PIECES):
-            kept = m_row[2].slice(i * HELD, HELD).load(ROW)
-            added = m_row[3].slice(i * HELD, HELD).load(ROW)
-            b_s = held(buffer, i * HELD, HELD, HELD, K).load(S)
-            b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
-            held(buffer, i * HELD, HELD, HELD, K).store(b_s)
-            fence_async_shared()
-            meet()
-            begin_store(pool, [i_cell.to(gl.int32), i * HELD, 0], buffer.index(i))
-        # From the first of them on nothing may ask for shared memory: it would get the buffer's.
-        wait_for_stores(0)
-    else:
-        o_r = gl.arange(0, PART, ROW)
-        p_tile = p_state + o_r[:, None] * K + o_v[None, :]
-        for i in gl.static_range(K // PART):
-            b_s = held(buffer, i * PART, PART, HELD, K).load(S)
-            kept = m_row[2].slice(i * PART, PART).load(ROW)
-            added = m_row[3].slice(i * PART, PART).load(ROW)
-            b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
-            gl.store(p_tile + i * PART * K, b_s)
-    if not FIRST:
-        scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
-        y = o * scale * m_row[5].load(COLUMN)
-        gl.store(p_out + o_v, y.to(out.dtype.element_ty))
+    for i in gl.static_range(PIECES):
+        kept = m_row[2].slice(i * HELD, HELD).load(ROW)
+        added = m_row[3].slice(i * HELD, HELD).load(ROW)
+        b_s = held(buffer, i * HELD, HELD, HELD, K).load(S)
+        b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+        held(buffer, i * HELD, HELD, HELD, K).store(b_s)
+        fence_async_shared()
+        meet()
+        begin_store(pool, [cell, i * HELD, 0], buffer.index(i))
+    # From the first of them on nothing may ask for shared memory: it would get the buffer's.
+    wait_for_stores(0)
 
 
 @gluon.jit
@@ -334,29 +274,22 @@ def kda_step_hopper_kernel(
     PIECES: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
-    ASKED: gl.constexpr,
-    LATER: gl.constexpr,
-    FIRST: gl.constexpr,
-    COPIED: gl.constexpr,
-    HINTED: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
-    ``pool`` describes blocks [1, K / PARTS, K] of ``states``: the first are read while others are
-    on their way. For the rest see ``kda_step_kernel``.
+    ``pool``, the first argument, describes blocks [1, K / PIECES, K] of ``states``. What is left of
+    ``states`` itself and of its stride is for other kernels: see ``kda_step_kernel``.
     """
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
     V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if PDL:
         let_next_begin()
-    if ASKED:
-        ask_for_descriptor()
+    ask_for_descriptor()
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PARTS):
         mbarrier.init(landed.index(i), count=1)
     m_one = gl.allocate_shared_memory(gl.bfloat16, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if LATER > 0:
-        m_one.store(gl.full([K], 1.0, gl.bfloat16, V))
+    m_one.store(gl.full([K], 1.0, gl.bfloat16, V))
     meet()
     for i in gl.static_range(PARTS):
         mbarrier.expect(landed.index(i), K // PARTS * K * 4)
@@ -365,36 +298,21 @@ def kda_step_hopper_kernel(
     i_b = (gl.program_id(0) // H).to(gl.int64)
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
-    column = i_h * K
-    x, p_gate, p_decay = qkv + i_b * s_qkv + column, gate + i_b * s_gate, decay + i_b * s_decay
-    p_gate, p_decay, p_write = p_gate + column, p_decay + column, write + i_b * s_write
-    given = ()
-    if LATER == 2:
-        given = row_of_head(
-            x, p_gate, p_decay, p_write, conv, a_log, dt_bias, o_norm, column, i_h, H, K
-        )
-        # Or the compiler asks for the row where it is used.
-        meet()
+    given = row_of_head(
+        qkv + i_b * s_qkv, gate + i_b * s_gate, decay + i_b * s_decay, write + i_b * s_write,
+        conv, a_log, dt_bias, o_norm, i_h, H, K,
+    )  # fmt: skip
+    # Or the compiler asks for the row where it is used.
+    meet()
+    p_out = out + (i_b * H + i_h) * K
     if cell >= 0:
         buffer = gl.allocate_shared_memory(gl.float32, [PIECES, 1, K // PIECES, K], PLAIN)
-        if LATER == 0:
-            begin_state(pool, cell, landed, buffer, K, PARTS, PIECES, HINTED)
-            # Or the assembler begins it when the loads that come next have been waited for.
-            meet()
         m_row, m_sum = vectors(K)
-        if LATER == 2:
-            row = given
-        else:
-            row = row_of_head(
-                x, p_gate, p_decay, p_write, conv, a_log, dt_bias, o_norm, column, i_h, H, K
-            )
         advance(
-            pool, cell, buffer, landed, m_row, m_sum, m_one, row,
-            windows + cell * s_window, states + cell * s_state, out,
-            s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, PIECES,
-            BOUNDED, LATER, FIRST, COPIED, HINTED,
+            pool, cell.to(gl.int32), landed, buffer, m_row, m_sum, m_one, given,
+            windows + cell * s_window, p_out, s_tap, s_stream, eps, lower_bound,
+            K, PARTS, PIECES, BOUNDED,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)
-        zero = gl.zeros([K], out.dtype.element_ty, V)
-        gl.store(out + i_b * H * K + i_h * K + o_v, zero)
+        gl.store(p_out + o_v, gl.zeros([K], out.dtype.element_ty, V))
