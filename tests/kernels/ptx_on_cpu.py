@@ -62,8 +62,8 @@ class Cluster:
 
     def _take(self, statement: str) -> None:
         when, name, rest = re.fullmatch(r"(?:@(!?\w+)\s+)?(\S+)\s*(.*)", statement, re.S).groups()
-        operands = [x.strip() for x in rest.split(",")]
-        if name in (".reg", ".shared", "bra") or name.startswith(("fence", "barrier.cluster")):
+        operands = [x.strip() for x in re.findall(r"\{.*?\}|[^,{}]+", rest, re.S) if x.strip()]
+        if name.startswith((".", "bra", "fence", "barrier.cluster", "bar.sync")):
             return
         given = [t.registers.get(operands[1]) for t in self.threads] if "shfl" in name else []
         for index, thread in enumerate(self.threads):
@@ -77,32 +77,49 @@ class Cluster:
         simple: dict[str, Callable[[], Any]] = {
             "mov.u32": lambda: value(operands[1]),
             "mov.f32": lambda: value(operands[1]),
+            "shr.u32": lambda: value(operands[1]) >> value(operands[2]),
             "add.u32": lambda: value(operands[1]) + value(operands[2]),
             "add.rn.f32": lambda: value(operands[1]) + value(operands[2]),
             "mad.lo.u32": lambda: value(operands[1]) * value(operands[2]) + value(operands[3]),
             "and.b32": lambda: value(operands[1]) & value(operands[2]),
             "setp.eq.u32": lambda: value(operands[1]) == value(operands[2]),
+            "setp.lt.u32": lambda: value(operands[1]) < value(operands[2]),
             "setp.ne.u32": lambda: value(operands[1]) != value(operands[2]),
             "selp.f32": lambda: value(operands[1] if value(operands[3]) else operands[2]),
+            "selp.b32": lambda: value(operands[1] if value(operands[3]) else operands[2]),
             "shfl.sync.bfly.b32": lambda: given[index ^ int(operands[2])],
             "shfl.sync.idx.b32": lambda: given[index - index % 32 + int(operands[2])],
-            "mapa.shared::cluster.u32": lambda: (int(operands[2]), value(operands[1])),
-            "ld.shared::cta.f32": lambda: self.memory[thread.rank][thread.address(operands[1])],
+            "mapa.shared::cluster.u32": lambda: (value(operands[2]), value(operands[1])),
         }
         if name in simple:
             to[operands[0]] = simple[name]()
+        elif name.startswith("ld.shared::cta."):
+            where = thread.address(operands[1])
+            for i, register in enumerate(operands[0].strip("{}").split(",")):
+                to[register.strip()] = self.memory[thread.rank][where + 4 * i]
+        elif name == "st.shared::cta.f32":
+            self._write(thread.rank, thread.address(operands[0]), operands[1], thread)
         elif name == "mbarrier.init.shared::cta.b64":
             assert operands[1] == "1"
         elif name == "mbarrier.arrive.expect_tx.shared::cta.b64":
             self.expected[thread.rank][thread.address(operands[1])] += int(operands[2])
-        elif name == "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32":
+        elif re.fullmatch(r"st\.async\.\S+::bytes(\.v4)?\.f32", name):
             (rank, where), (same, barrier) = (thread.address(operands[i]) for i in (0, 2))
             assert rank == same
-            assert where not in self.memory[rank], "two threads write one place"
-            self.memory[rank][where] = value(operands[1])
-            self.arrived[rank][barrier] += 4
+            self.arrived[rank][barrier] += self._write(rank, where, operands[1], thread)
         else:
-            assert name == "mbarrier.try_wait.parity.shared::cta.b64", name
+            assert re.fullmatch(r"mbarrier\.(try|test)_wait\.parity\.shared::cta\.b64", name), name
             where = thread.address(operands[1])
+            if operands[2] == "1":  # the phase before the first has ended
+                to[operands[0]] = True
+                return
             assert self.expected[thread.rank][where] == self.arrived[thread.rank][where] > 0
             to[operands[0]] = True
+
+    def _write(self, rank: int, where: int, registers: str, thread: Thread) -> int:
+        """How many bytes."""
+        names = registers.strip("{}").split(",")
+        for i, name in enumerate(names):
+            assert where + 4 * i not in self.memory[rank], "two threads write one place"
+            self.memory[rank][where + 4 * i] = thread.value(name.strip())
+        return 4 * len(names)
