@@ -61,10 +61,10 @@ def _open() -> str:
     }}"""
 
 
-_SIXTEEN = """{
+_FACTOR = """{
     .reg .pred open;
     mbarrier.test_wait.parity.shared::cta.b64 open, [$1], 1;
-    selp.b32 $0, 16, 17, open;
+    selp.b32 $0, 65536, 0, open;
     }"""
 
 
@@ -192,14 +192,14 @@ def _fold(rows: int) -> str:
     }}"""
 
 
-OPEN, SIXTEEN = gl.constexpr(_open()), gl.constexpr(_SIXTEEN)
+OPEN, FACTOR = gl.constexpr(_open()), gl.constexpr(_FACTOR)
 EXCHANGE, TOTAL = gl.constexpr(_exchange()), gl.constexpr(_total())
 FOLD = gl.constexpr(tuple(_fold(rows) for rows in range(1, SLOTS + 1)))
 FROM_LANE = gl.constexpr(
     tuple(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;" for lane in range(SLOTS))
 )
 FOLD_TYPES = gl.constexpr(tuple("=&f" + 2 * rows * ",f" for rows in range(1, SLOTS + 1)))
-WIDEN = gl.constexpr("shl.b32 $0, $2, $3; and.b32 $1, $2, $5;")
+WIDEN = gl.constexpr("mul.lo.u32 $0, $2, $3; and.b32 $1, $2, $5;")
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -210,13 +210,13 @@ def open_room(o_l):
 
 
 @gluon.jit
-def sixteen(room):
-    """The number 16, known when the room is open.
+def factor_of(room):
+    """2**16, known when the room is open.
 
     Rows are widened by it. Else the assembler has the first of them waited for before this
     multiprocessor tells the cluster that it is there, and all meet when they have no time for it.
     """
-    return gl.inline_asm_elementwise(SIXTEEN, "=r,r", [room], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(FACTOR, "=r,r", [room], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -278,12 +278,15 @@ def cluster_of(i):
 
 
 @gluon.jit
-def widen(x, b_16, b_mask):
-    """bfloat16 to float32, one instruction each; the compiler takes two for every upper half."""
+def widen(x, factor, mask):
+    """bfloat16 to float32, one instruction each, of different units.
+
+    The compiler takes two for every upper half, all of one unit.
+    """
     return gl.inline_asm_elementwise(
         WIDEN,
         "=f,=f,r,r,r,r,r",
-        [x, b_16, b_mask],
+        [x, factor, mask],
         dtype=gl.float32,
         is_pure=True,
         pack=2,
@@ -340,13 +343,13 @@ def attn_residual_cluster_kernel(
     b_query = gl.load(query + o_d, mask=inside, other=0.0)
     b_norm = gl.load(norm + o_d, mask=inside, other=0.0)
     room = open_room(within)
-    b_16 = sixteen(room)[:, :, :, None] + o_e[None, None, None, :] * 0
-    b_mask = (b_16 * 0 - 1) << b_16
+    factor = factor_of(room)[:, :, :, None] + o_e[None, None, None, :] * 0
+    mask = 0 - factor
     wide = ()
     products = ()
     squares = ()
     for r in gl.static_range(R):
-        b_x = widen(x[r], b_16, b_mask)
+        b_x = widen(x[r], factor, mask)
         wide = wide + (b_x,)  # noqa: RUF005
         products = products + (gl.sum(b_x * b_query, 3),)  # noqa: RUF005
         squares = squares + (gl.sum(b_x * b_x, 3),)  # noqa: RUF005

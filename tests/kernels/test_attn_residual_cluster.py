@@ -21,8 +21,8 @@ def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
 
 STAND_INS = {
     "open_room": lambda _: None,
-    "sixteen": lambda _: torch.full((8, 4, 32), 16),
-    "widen": lambda x, _16, _mask: x.float(),
+    "factor_of": lambda _: torch.full((8, 4, 32), 1 << 16),
+    "widen": lambda x, _factor, _mask: x.float(),
     "cluster_of": lambda i: i,
     "join_chain": lambda x: x,
     "exchange": lambda _, x: x.sum((0, 1), keepdim=True).expand(x.shape),
@@ -87,15 +87,15 @@ def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from k3vl.kernels.attn_residual.cluster_kernel import (
         EXCHANGE,
+        FACTOR,
         FROM_LANE,
         OPEN,
-        SIXTEEN,
         TOTAL,
     )
 
     cluster = Cluster(8, 128)
     room = cluster.run(OPEN.value, [0] * 1024)
-    assert cluster.run(SIXTEEN.value, room) == [16] * 1024
+    assert cluster.run(FACTOR.value, room) == [1 << 16] * 1024
     x = [float(i) for i in torch.randint(0, 100, (1024,))]
     sums = cluster.run(EXCHANGE.value, room, x)
     assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
@@ -109,6 +109,6 @@ def test_rows_are_widened_exactly() -> None:
 
     x = torch.randn(64).bfloat16()
     pairs = x.view(torch.int32).long() & LOW
-    mask, sixteen = torch.full_like(pairs, 0xFFFF0000), torch.full_like(pairs, 16)
-    got = run_ptx(WIDEN.value, {2: pairs, 3: sixteen, 4: sixteen, 5: mask, 6: mask})
+    mask, factor = torch.full_like(pairs, 0xFFFF0000), torch.full_like(pairs, 1 << 16)
+    got = run_ptx(WIDEN.value, {2: pairs, 3: factor, 4: factor, 5: mask, 6: mask})
     assert torch.equal(torch.stack([floats(got["$0"]), floats(got["$1"])], 1).flatten(), x.float())
