@@ -38,8 +38,8 @@ def attn_residual(
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`.
 
-    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon at
-    any number of tokens.
+    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon
+    whatever the number of tokens.
     """
     check_shapes(rows, query, norm_weight)
     if rows.stride(-1) != 1:
