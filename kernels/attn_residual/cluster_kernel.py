@@ -1,4 +1,4 @@
-"""The mixture of few tokens for compute capability 9.0, in Gluon: eight multiprocessors a token.
+"""The mixture of few tokens for compute capability 9.0, in Gluon: several multiprocessors a token.
 
 At few tokens one multiprocessor's own work on a token is all that counts: to fetch 129 KB and to
 multiply them. So a cluster takes it, and they tell each other sums through their shared
@@ -11,41 +11,49 @@ memory, twice: once for the scores, once for the norm.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SIZE, WARPS, SLOTS = 8, 4, 16
-"""Multiprocessors of a token and warps of each; at most so many rows."""
+PARTS, WARPS, SLOTS = 8, 32, 16
+"""Parts of a token; warps of it in all, on four or eight multiprocessors; at most so many rows."""
+
+_FOUR = WARPS // PARTS
+"""Warps of a part."""
 
 _LANES = 4 * 32
 """Bytes: a number of every lane."""
 
-_OWN = 16
-_TOLD = _OWN + WARPS * _LANES
-_LAST = _TOLD + SIZE * _LANES
-_END = _LAST + 4 * WARPS * SIZE
-"""In the room, behind two barriers: sums of the own warps, those of all multiprocessors, and what
-each warp of all of them tells last."""
+
+def _columns(multiprocessors: int) -> gl.BlockedLayout:
+    bases = [[2**i, 0, 0, 0] for i in range(multiprocessors.bit_length() - 1)]
+    warps = WARPS // multiprocessors
+    return gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [1, warps, 1, 1], [3, 2, 1, 0], bases)
+
 
 # Here, as Triton 3.6 cannot compare layouts with such bases that were made inside of a kernel.
-COLUMNS = gl.constexpr(
-    gl.BlockedLayout(
-        [1, 1, 1, 8],
-        [1, 1, 32, 1],
-        [1, WARPS, 1, 1],
-        [3, 2, 1, 0],
-        [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-    )
-)
-LANES = gl.constexpr(gl.SliceLayout(3, COLUMNS.value))
+COLUMNS_4, COLUMNS_8 = gl.constexpr(_columns(4)), gl.constexpr(_columns(8))
+LANES_4 = gl.constexpr(gl.SliceLayout(3, COLUMNS_4.value))
+LANES_8 = gl.constexpr(gl.SliceLayout(3, COLUMNS_8.value))
 
 
-def _open() -> str:
+class _Room:
+    """Where things lie in a multiprocessor's room, behind two barriers; ``size`` share a token."""
+
+    def __init__(self, size: int) -> None:
+        self.warps = WARPS // size
+        self.own = 16
+        """What its own warps have, a number of every lane."""
+        self.told = self.own + self.warps * _LANES
+        """What all parts have."""
+        self.last = self.told + PARTS * _LANES
+        """What every warp of all multiprocessors tells last."""
+        self.end = self.last + 4 * WARPS
+
+
+def _open(size: int) -> str:
     """Room for two exchanges behind their barriers; the answer is its address.
 
-    All warps meet first, which keeps the assembler from moving loads behind this. What stands in
-    the room counts from where the cluster has met: that is waited for before the first exchange, so
-    that the way of the rows from memory hides it.
+    All warps meet first, which keeps the assembler from moving loads behind this.
     """
     return f"""{{
-    .shared .align 16 .b8 room[{_END}];
+    .shared .align 16 .b8 room[{_Room(size).end}];
     .reg .pred one;
     .reg .u32 thread;
     bar.sync 0;
@@ -54,18 +62,20 @@ def _open() -> str:
     setp.eq.u32 one, thread, 0;
     @one mbarrier.init.shared::cta.b64 [$0], 1;
     @one mbarrier.init.shared::cta.b64 [$0 + 8], 1;
-    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {SIZE * _LANES};
-    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 8], {4 * WARPS * SIZE};
+    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {_LANES * PARTS};
+    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 8], {4 * WARPS};
     @one fence.mbarrier_init.release.cluster;
     barrier.cluster.arrive.relaxed.aligned;
     }}"""
 
 
-_FACTOR = """{
+_MEET = """{
     .reg .pred open;
+    barrier.cluster.wait.acquire.aligned;
     mbarrier.test_wait.parity.shared::cta.b64 open, [$1], 1;
     selp.b32 $0, 65536, 0, open;
     }"""
+"""Nothing has been told yet, as this warp has not: the phase before the first is what is over."""
 
 
 def _sum(base: str, begin: int, count: int) -> str:
@@ -85,35 +95,39 @@ _WAIT = """
     @!done bra again;"""
 
 
-def _exchange() -> str:
-    """A lane's sum over all warps of all multiprocessors, the same in all of them.
+def _exchange(size: int) -> str:
+    """A lane's sum over all warps of all parts, the same in all of them.
 
-    Warps add their multiprocessor's numbers, and each tells them to two of the cluster.
+    The four warps of a part add its numbers, and each tells them to a quarter of the cluster.
     """
+    room = _Room(size)
     send = "".join(
         f"""
-    mad.lo.u32 peer, warp, {SIZE // WARPS}, {i};
+    mad.lo.u32 peer, warp, {size // _FOUR}, {i};
     mapa.shared::cluster.u32 there, here, peer;
     mapa.shared::cluster.u32 told, barrier, peer;
     st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $0, [told];"""
-        for i in range(SIZE // WARPS)
+        for i in range(size // _FOUR)
     )
     return f"""{{
     .reg .pred done;
-    .reg .u32 here, there, barrier, told, thread, warp, lane, peer;
+    .reg .u32 here, there, barrier, told, thread, warp, part, lane, peer;
     .reg .f32 other;
     mov.u32 thread, %tid.x;
     mad.lo.u32 here, thread, 4, $1;
-    st.shared::cta.f32 [here + {_OWN}], $2;
+    st.shared::cta.f32 [here + {room.own}], $2;
     bar.sync 0;
     and.b32 lane, thread, 31;
-    mad.lo.u32 lane, lane, 4, $1;{_sum("lane", _OWN, WARPS)}
+    mad.lo.u32 lane, lane, 4, $1;
+    shr.u32 part, thread, {(32 * _FOUR).bit_length() - 1};
+    mad.lo.u32 here, part, {_FOUR * _LANES}, lane;{_sum("here", room.own, _FOUR)}
     shr.u32 warp, thread, 5;
+    and.b32 warp, warp, {_FOUR - 1};
     mov.u32 here, %cluster_ctarank;
+    mad.lo.u32 here, here, {PARTS // size}, part;
     mad.lo.u32 here, here, {_LANES}, lane;
-    add.u32 here, here, {_TOLD};
-    mov.u32 barrier, $1;
-    barrier.cluster.wait.acquire.aligned;{send}{_WAIT}{_sum("lane", _TOLD, SIZE)}
+    add.u32 here, here, {room.told};
+    mov.u32 barrier, $1;{send}{_WAIT}{_sum("lane", room.told, PARTS)}
     }}"""
 
 
@@ -126,11 +140,12 @@ def _butterfly(*steps: int) -> str:
     )
 
 
-def _total() -> str:
+def _total(size: int) -> str:
     """The sum of a number over all threads of the cluster, the same in all of them.
 
-    Eight lanes of a warp tell its sum, each to one multiprocessor; 32 sums come, in fours.
+    Lanes of a warp tell its sum, each to one multiprocessor; 32 sums come, in fours.
     """
+    room = _Room(size)
     return f"""{{
     .reg .pred done, tells;
     .reg .u32 here, there, barrier, told, lane, warp, peer;
@@ -140,17 +155,17 @@ def _total() -> str:
     and.b32 peer, warp, 31;
     shr.u32 warp, warp, 5;
     mov.u32 here, %cluster_ctarank;
-    mad.lo.u32 here, here, {WARPS}, warp;
+    mad.lo.u32 here, here, {room.warps}, warp;
     mad.lo.u32 here, here, 4, $1;
-    add.u32 here, here, {_LAST};
+    add.u32 here, here, {room.last};
     add.u32 barrier, $1, 8;
-    setp.lt.u32 tells, peer, {SIZE};
+    setp.lt.u32 tells, peer, {size};
     @tells mapa.shared::cluster.u32 there, here, peer;
     @tells mapa.shared::cluster.u32 told, barrier, peer;
     @tells st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $0, [told];
     and.b32 lane, peer, 7;
     mad.lo.u32 lane, lane, 16, $1;{_WAIT}
-    ld.shared::cta.v4.f32 {{s0, s1, s2, s3}}, [lane + {_LAST}];
+    ld.shared::cta.v4.f32 {{s0, s1, s2, s3}}, [lane + {room.last}];
     add.rn.f32 s0, s0, s1;
     add.rn.f32 s2, s2, s3;
     add.rn.f32 $0, s0, s2;{_butterfly(4, 2, 1)}
@@ -192,8 +207,12 @@ def _fold(rows: int) -> str:
     }}"""
 
 
-OPEN, FACTOR = gl.constexpr(_open()), gl.constexpr(_FACTOR)
-EXCHANGE, TOTAL = gl.constexpr(_exchange()), gl.constexpr(_total())
+OPEN, MEET = gl.constexpr((_open(4), _open(8))), gl.constexpr(_MEET)
+EXCHANGE = gl.constexpr((_exchange(4), _exchange(8)))
+TOTAL = gl.constexpr((_total(4), _total(8)))
+CLUSTER_OF = gl.constexpr(
+    tuple(f"mov.u32 $0, %ctaid.x; shr.u32 $0, $0, {shift};" for shift in (2, 3))
+)
 FOLD = gl.constexpr(tuple(_fold(rows) for rows in range(1, SLOTS + 1)))
 FROM_LANE = gl.constexpr(
     tuple(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;" for lane in range(SLOTS))
@@ -204,40 +223,42 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def open_room(o_l):
-    """Address of the cluster's room, in every thread."""
-    return gl.inline_asm_elementwise(OPEN, "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def factor_of(room):
-    """2**16, known when the room is open.
-
-    Rows are widened by it. Else the assembler has the first of them waited for before this
-    multiprocessor tells the cluster that it is there, and all meet when they have no time for it.
-    """
-    return gl.inline_asm_elementwise(FACTOR, "=r,r", [room], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def exchange(room, x):
-    """Sum of ``x`` [8, 4, 32] over multiprocessors and warps, in all of them."""
+def open_room(o_l, SIZE: gl.constexpr):
+    """Address of the multiprocessor's room, in every thread; the cluster is told of it."""
     return gl.inline_asm_elementwise(
-        EXCHANGE, "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
+        OPEN[SIZE // 8], "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def total_of(room, x):
-    """Sum of ``x`` [8, 4, 32] over all threads, in all of them."""
+def meet(room):
+    """The cluster has met, and what stands in the rooms counts. The answer is 2**16.
+
+    Rows are widened by it, so that the assembler cannot have them waited for before the cluster
+    meets: their way from memory is to hide that.
+    """
+    return gl.inline_asm_elementwise(MEET, "=r,r", [room], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def exchange(room, x, SIZE: gl.constexpr):
+    """Sum of ``x`` [SIZE, W, 32] over multiprocessors and warps, in all of them."""
     return gl.inline_asm_elementwise(
-        TOTAL, "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
+        EXCHANGE[SIZE // 8], "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def total_of(room, x, SIZE: gl.constexpr):
+    """Sum of ``x`` [SIZE, W, 32] over all threads, in all of them."""
+    return gl.inline_asm_elementwise(
+        TOTAL[SIZE // 8], "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def fold(numbers, R: gl.constexpr):
-    """Of 2 R tensors [8, 4, 32]: lane i gets number i's sum over lanes, 16 + i that of R + i."""
+    """Of 2 R tensors [SIZE, W, 32]: lane i gets number i's sum over lanes, 16 + i that of R + i."""
     return gl.inline_asm_elementwise(
         FOLD[R - 1], FOLD_TYPES[R - 1], numbers, dtype=gl.float32, is_pure=True, pack=1
     )
@@ -265,15 +286,10 @@ def other_half(x):
 
 
 @gluon.jit
-def cluster_of(i):
+def cluster_of(i, SIZE: gl.constexpr):
     """``i`` again, the number of the cluster, without the constants that a division would load."""
     return gl.inline_asm_elementwise(
-        "mov.u32 $0, %ctaid.x; shr.u32 $0, $0, 3;",
-        "=r,r",
-        [i],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+        CLUSTER_OF[SIZE // 8], "=r,r", [i], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -317,21 +333,27 @@ def attn_residual_cluster_kernel(
     eps,
     D: gl.constexpr,
     R: gl.constexpr,
+    SIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One cluster mixes the R rows of one token, all of them in registers.
+    """One cluster of SIZE, 4 or 8, mixes the R rows of one token, all of them in registers.
 
-    A tensor is [8, 4, 32, 8], of multiprocessors, warps, lanes, and columns of a lane; without the
-    last, a number in every thread.
+    A tensor is [SIZE, 32 / SIZE, 32, 8], of multiprocessors, warps, lanes, and columns of a lane;
+    without the last, a number in every thread. A token has eight parts of four warps, whose sums
+    are added in their order whatever SIZE is: it has no influence on a result's bits.
     """
+    COLUMNS: gl.constexpr = COLUMNS_8 if SIZE == 8 else COLUMNS_4
+    LANES: gl.constexpr = LANES_8 if SIZE == 8 else LANES_4
+    W: gl.constexpr = 32 // SIZE
     PART: gl.constexpr = D // 8
-    i_n = cluster_of(gl.program_id(0)).to(gl.int64)
-    o_c = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
-    o_w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
+    i_n = cluster_of(gl.program_id(0), SIZE).to(gl.int64)
+    o_c = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
+    o_w = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
     o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))
     o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS))))
-    within = o_c[:, None, None] * 0 + o_w[None, :, None] * 256 + o_l[None, None, :] * 8
-    o_d = (within + o_c[:, None, None] * PART)[:, :, :, None] + o_e[None, None, None, :]
+    i_part = o_c[:, None, None] * (W // 4) + o_w[None, :, None] // 4
+    within = o_c[:, None, None] * 0 + o_w[None, :, None] % 4 * 256 + o_l[None, None, :] * 8
+    o_d = (within + i_part * PART)[:, :, :, None] + o_e[None, None, None, :]
     inside = (within < PART)[:, :, :, None] & (o_e < 8)[None, None, None, :]
     if PDL:
         within = join_chain(within)
@@ -342,8 +364,8 @@ def attn_residual_cluster_kernel(
         p_x = p_x + s_row
     b_query = gl.load(query + o_d, mask=inside, other=0.0)
     b_norm = gl.load(norm + o_d, mask=inside, other=0.0)
-    room = open_room(within)
-    factor = factor_of(room)[:, :, :, None] + o_e[None, None, None, :] * 0
+    room = open_room(within, SIZE)
+    factor = meet(room)[:, :, :, None] + o_e[None, None, None, :] * 0
     mask = 0 - factor
     wide = ()
     products = ()
@@ -353,7 +375,7 @@ def attn_residual_cluster_kernel(
         wide = wide + (b_x,)  # noqa: RUF005
         products = products + (gl.sum(b_x * b_query, 3),)  # noqa: RUF005
         squares = squares + (gl.sum(b_x * b_x, 3),)  # noqa: RUF005
-    sums = exchange(room, fold(products + squares, R))
+    sums = exchange(room, fold(products + squares, R), SIZE)
     # Lanes below 16 have a product, the others the square that goes with it. In powers of two.
     score = sums * (gl.rsqrt(other_half(sums) / D + eps) * LOG2_E)
     scores = ()
@@ -371,7 +393,7 @@ def attn_residual_cluster_kernel(
         sum_of_weights += weight
         mixed += weight[:, :, :, None] * wide[r]
     # Nobody divides by the weights' sum: the norm has no use for a factor, but for eps.
-    square = total_of(room, gl.sum(mixed * mixed, 3))
+    square = total_of(room, gl.sum(mixed * mixed, 3), SIZE)
     y = mixed * b_norm.to(gl.float32)
     y *= gl.rsqrt(square / D + eps * sum_of_weights * sum_of_weights)[:, :, :, None]
     gl.store(out + i_n * D + o_d, y.to(out.dtype.element_ty), mask=inside)

@@ -82,7 +82,8 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     if tokens > 128:
         return {}
     triton: dict[str, dict[str, Any]] = {f"in Triton, {n} warps": {"warps": n} for n in (8, 4)}
-    return {"a cluster a token": {"cluster": True}, **triton}
+    clusters = {f"a token on {n} multiprocessors": {"cluster": n} for n in (8, 4)}
+    return {**clusters, **triton}
 
 
 def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:

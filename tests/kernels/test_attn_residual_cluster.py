@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,13 +22,13 @@ def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
 
 
 STAND_INS = {
-    "open_room": lambda _: None,
-    "factor_of": lambda _: torch.full((8, 4, 32), 1 << 16),
+    "open_room": lambda _, _size: None,
+    "meet": lambda _: torch.full((1, 1, 32), 1 << 16),
     "widen": lambda x, _factor, _mask: x.float(),
-    "cluster_of": lambda i: i,
+    "cluster_of": lambda i, _size: i,
     "join_chain": lambda x: x,
-    "exchange": lambda _, x: x.sum((0, 1), keepdim=True).expand(x.shape),
-    "total_of": lambda _, x: x.sum().expand(x.shape),
+    "exchange": lambda _, x, _size: x.sum((0, 1), keepdim=True).expand(x.shape),
+    "total_of": lambda _, x, _size: x.sum().expand(x.shape),
     "fold": fold,
     "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
     "other_half": lambda x: x.roll(16, -1),
@@ -54,9 +56,9 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
     rows.copy_(torch.randn(depth, tokens, width))
     assert cluster_takes(rows, query, norm) is (dtype == torch.bfloat16)
     want = exactly(rows.double(), query.double(), norm.double())
-    for early in (False, True):
+    for size, early in ((8, False), (4, True)):
         out = torch.full((tokens, width), NAN).to(dtype)
-        cluster_mix(rows, query, norm, 1e-5, out, early=early, launch=on_cpu)
+        cluster_mix(rows, query, norm, 1e-5, out, early=early, size=size, launch=on_cpu)
         assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
 
 
@@ -76,31 +78,56 @@ def test_fold_brings_every_sum_to_its_lane(rows: int) -> None:
     from k3vl.kernels.attn_residual.cluster_kernel import FOLD
 
     numbers = [[float(i) for i in torch.randint(0, 100, (32,))] for _ in range(2 * rows)]
-    got = Cluster(1, 32).run(FOLD.value[rows - 1], *numbers)
+    (got,) = Cluster(1, 32).run((FOLD.value[rows - 1], *numbers))
     for i in range(16):
         for first, lane in ((0, i), (rows, 16 + i)):
             assert got[lane] == (sum(numbers[first + i]) if i < rows else 0)
 
 
-def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all() -> None:
-    """Behind barriers of their own; nobody waits for bytes that do not come."""
-    pytest.importorskip("triton.experimental.gluon")
-    from k3vl.kernels.attn_residual.cluster_kernel import (
-        EXCHANGE,
-        FACTOR,
-        FROM_LANE,
-        OPEN,
-        TOTAL,
-    )
+def pieces(size: int, numbers: list[float]) -> list[tuple[Any, ...]]:
+    from k3vl.kernels.attn_residual.cluster_kernel import EXCHANGE, FROM_LANE, MEET, OPEN, TOTAL
 
-    cluster = Cluster(8, 128)
-    room = cluster.run(OPEN.value, [0] * 1024)
-    assert cluster.run(FACTOR.value, room) == [1 << 16] * 1024
+    which = size // 8
+    return [
+        (OPEN.value[which], [0] * 1024),
+        (MEET.value, 0),
+        (EXCHANGE.value[which], 0, numbers),
+        (FROM_LANE.value[3], 2),
+        (TOTAL.value[which], 0, numbers),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [4, 8])
+def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all(size: int, seed: int) -> None:
+    """Whoever comes first; nobody uses what is not there, waits for what does not come."""
+    pytest.importorskip("triton.experimental.gluon")
     x = [float(i) for i in torch.randint(0, 100, (1024,))]
-    sums = cluster.run(EXCHANGE.value, room, x)
+    cluster = Cluster(size, 1024 // size, seed)
+    _, factors, sums, third, totals = cluster.run(*pieces(size, x))
+    assert factors == [1 << 16] * 1024
     assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
-    assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024
-    assert cluster.run(TOTAL.value, room, x) == [sum(x)] * 1024
+    assert third == [sums[3]] * 1024
+    assert totals == [sum(x)] * 1024
+
+
+@pytest.mark.parametrize(
+    ("left_out", "of", "found"),
+    [
+        ("barrier.cluster.wait.acquire.aligned;", 1, "nobody has made"),
+        ("bar.sync 0;", 2, "before it was written"),
+        ("@!done bra again;", 2, "before it was written"),
+        ("@!done bra again;", 4, "before it was written"),
+    ],
+)
+def test_what_is_too_early_is_found(left_out: str, of: int, found: str) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    all_pieces = pieces(8, [1.0] * 1024)
+    text, *inputs = all_pieces[of]
+    assert left_out in text
+    all_pieces[of] = (text.replace(left_out, ""), *inputs)
+    with pytest.raises(AssertionError, match=found):
+        Cluster(8, 128).run(*all_pieces)
 
 
 def test_rows_are_widened_exactly() -> None:
