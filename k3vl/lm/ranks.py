@@ -19,6 +19,7 @@ from k3vl.errors import ConfigError
 from k3vl.kernels.choice import reference_kernels
 from k3vl.kernels.linear import added
 from k3vl.kernels.moe.latent import ComposedLatentMoE, check_shapes
+from k3vl.kernels.moe.mxfp4 import in_rows, in_tiles
 from k3vl.kernels.mxfp4 import GROUP_SIZE
 from k3vl.lm.kda import KimiDeltaAttention
 from k3vl.lm.model import K3Model
@@ -256,11 +257,13 @@ class Cut:
     ranks: Ranks
     axis: int
     sections: tuple[tuple[int, bool], ...]
+    packed: bool = False  # in tiles, which are put together as rows before they are cut
 
     @classmethod
     def of(cls, ranks: Ranks, model: K3Model, name: str) -> Cut:
         """Of a parameter or buffer of a rank's model."""
-        return cls(ranks, *_sections(model, name))
+        packed = model.experts == "mxfp4" and name.endswith(_PACKED)
+        return cls(ranks, *_sections(model, name), packed=packed)
 
     def whole_shape(self, shape: torch.Size) -> list[int]:
         """Of what a rank's tensor is a part of."""
@@ -272,15 +275,19 @@ class Cut:
         """This rank's part."""
         size = self.ranks.size
         lengths = [length * (size if divided else 1) for length, divided in self.sections]
+        if self.packed:
+            whole = in_rows(whole)
         pieces = [
             piece.chunk(size, self.axis)[self.ranks.rank] if divided else piece
             for piece, (_, divided) in zip(
                 whole.split(lengths, self.axis), self.sections, strict=True
             )
         ]
-        return torch.cat(pieces, self.axis)
+        part = torch.cat(pieces, self.axis)
+        return in_tiles(part) if self.packed else part
 
 
+_PACKED = ("mlp.w13", "mlp.w13_scale", "mlp.w2", "mlp.w2_scale")
 _SECTIONS = {
     "attn.conv": (0, 3),  # of q, k and v
     "attn.a_log": (0, 1),

@@ -15,7 +15,6 @@ from k3vl.kernels.bench import sglang_moe
 from k3vl.kernels.bench.case import Case, Peer, Work, normal
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.moe import moe_experts, route
-from k3vl.kernels.moe.alone import in_tiles, norm_alone, sum_alone
 from k3vl.kernels.moe.gpu import (
     JOINED_PAIRS,
     combine,
@@ -84,8 +83,6 @@ def moe_cases() -> Iterator[Case]:
             # Few tokens have products of their own; from how many on these do better is open.
             variants={"one product a step": partial(_many, x, weights, chosen, stored, norm)}
             if 256 <= tokens < JOINED_PAIRS * _E // _K
-            else {"weights in tiles": Peer(partial(_tiled, x, weights, chosen, stored, norm))}
-            if tokens == 1
             else {},
             compared=True,
             peers={
@@ -105,23 +102,6 @@ def _many(
     """As for many tokens."""
     outputs = products_of_many(x, chosen, stored, _SITU)
     return combine(outputs, weights, norm, 1e-5, torch.empty_like(x))
-
-
-def _tiled(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    stored: Mxfp4Experts,
-    norm: torch.Tensor,
-) -> Work:
-    """A single token's, over a copy of the weights in tiles, which other products cannot read."""
-    tiles = in_tiles(stored)
-
-    def run() -> torch.Tensor:
-        total = sum_alone(x, weights, chosen, tiles, _SITU, tiled=True)
-        return norm_alone(total, norm, 1e-5, torch.empty_like(x))
-
-    return Work(run, run)
 
 
 def _want(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +22,6 @@ _COLUMNS = 256
 """Of a pass through the products' loops."""
 _FEATURES_IN, _FEATURES_BACK = 24, 28
 """Of a warp: with K3's widths 2,048 warps, which the device holds at once."""
-_TILE_IN, _TILE_BACK = 8, 7
-"""Rows that lie together where weights are kept in tiles; a thread's rows are so far apart."""
 _WARPS_IN = 4
 _REGISTERS = 128
 """Of a thread: a multiprocessor holds 16 warps."""
@@ -48,7 +45,6 @@ def sum_alone(
     stored: Mxfp4Experts,
     activation: GatedActivation,
     *,
-    tiled: bool = False,
     launch: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """What a token's experts give, added up by their weights.
@@ -58,7 +54,6 @@ def sum_alone(
         weights, experts: [1, k], float32 and int64.
         stored: the experts; see :func:`takes_alone`.
         activation: theirs.
-        tiled: weights lie as :func:`in_tiles` puts them; for measurements.
         launch: takes kernel, grid, arguments and constants; None starts it on the device.
 
     Returns:
@@ -80,35 +75,16 @@ def sum_alone(
         gate_up_alone_kernel, (stored.inner // (_FEATURES_IN * _WARPS_IN), top_k),
         x.contiguous().view(torch.int32), stored.w13, stored.w13_scale.view(torch.int32), experts,
         hidden, *caps(activation), WIDTH=stored.latent, INNER=stored.inner,
-        SITU=isinstance(activation, SituGLU), WARPS=_WARPS_IN,
-        TILE_ROWS=_TILE_IN if tiled else 1, num_warps=_WARPS_IN, maxnreg=_REGISTERS,
+        SITU=isinstance(activation, SituGLU), WARPS=_WARPS_IN, num_warps=_WARPS_IN,
+        maxnreg=_REGISTERS,
     )  # fmt: skip
     start(
         down_alone_kernel, (stored.latent // _FEATURES_BACK, 1),
         hidden.view(torch.int32), stored.w2, stored.w2_scale.view(torch.int32), experts,
         weights.reshape(-1), out, 0, INNER=stored.inner, WIDTH=stored.latent, WARPS=top_k,
-        TILE_ROWS=_TILE_BACK if tiled else 1, num_warps=top_k, maxnreg=_REGISTERS, launch_pdl=True,
+        num_warps=top_k, maxnreg=_REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out
-
-
-def in_tiles(stored: Mxfp4Experts) -> Mxfp4Experts:
-    """A copy with weights and scales in tiles of rows by 128 columns, for ``tiled`` alone.
-
-    Only these products read it; the copy's other methods do not know of it.
-    """
-
-    def tiles(rows: torch.Tensor, together: int, step: int) -> torch.Tensor:
-        cut = rows.unflatten(1, (-1, together)).unflatten(3, (-1, step))
-        return cut.transpose(2, 3).reshape(rows.shape)
-
-    return replace(
-        stored,
-        w13=tiles(stored.w13, _TILE_IN, 16),
-        w13_scale=tiles(stored.w13_scale, _TILE_IN, 4),
-        w2=tiles(stored.w2, _TILE_BACK, 16),
-        w2_scale=tiles(stored.w2_scale, _TILE_BACK, 4),
-    )
 
 
 def norm_alone(

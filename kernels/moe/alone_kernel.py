@@ -27,13 +27,15 @@ from k3vl.kernels.moe.few_kernel import (
     _neighbours,
     _threads,
 )
+from k3vl.kernels.moe.mxfp4 import TILE_ROWS
 from k3vl.kernels.situ.glu_kernel import activated
 
+TILE = gl.constexpr(TILE_ROWS)
 ACC, TOP, BELOW, X, FACTOR = 4, 8, 12, 16, 32
 """First operand of each kind: sums, words of either 8 rows, the token and what multiplies it."""
 
 
-def _tile(*, split: bool) -> str:
+def _sixteen_rows(*, split: bool) -> str:
     """Machine code: 128 columns more for the sums of 16 rows; see ``few_kernel._product``."""
     lines = ["{", ".reg .b32 m, s, a<4>, x<16>;"]
     if not split:
@@ -93,8 +95,8 @@ def _whole() -> str:
 SUMS = ["=&f"] * 4
 """Written before all operands are read, so nothing else may lie where they do."""
 GIVEN = [str(c) for c in range(4)]
-TILE = gl.constexpr(_tile(split=False))
-TILE_SPLIT = gl.constexpr(_tile(split=True))
+ROWS_16 = gl.constexpr(_sixteen_rows(split=False))
+ROWS_16_SPLIT = gl.constexpr(_sixteen_rows(split=True))
 """The same for tokens as the first product writes them; see ``_place``."""
 OPERANDS = gl.constexpr(",".join([*SUMS, *GIVEN, *["r"] * 28]))
 FOLD = gl.constexpr(_fold())
@@ -105,30 +107,38 @@ WHOLE_OPERANDS = gl.constexpr(",".join([*SUMS, *["f"] * 4]))
 
 @gluon.jit
 def _asked(
-    at, k, WORDS: gl.constexpr, WARPS: gl.constexpr, TILE_ROWS: gl.constexpr, ROWS: gl.constexpr
+    at, k, last, WORDS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr
 ):
     """Ask for 16 bytes of each of a thread's rows, of columns 128 k and on: [32 WARPS, 4] each."""
     _t, e = _threads(WARPS, 4)
     words = ()
     for r in gl.static_range(len(ROWS)):
-        there = (at + k * (16 * TILE_ROWS))[:, None] + (e + ROWS[r] * WORDS)[None, :]
-        words = words + (gl.load(there, cache_modifier=".cg"),)
+        there = (at + k * (16 * TILE))[:, None] + (e + ROWS[r] * WORDS)[None, :]
+        if HALF and r == len(ROWS) - 1:
+            mask, _ = gl.broadcast(last[:, None], e[None, :])
+            words = words + (gl.load(there, mask=mask, cache_modifier=".cg"),)
+        else:
+            words = words + (gl.load(there, cache_modifier=".cg"),)
     return words
 
 
 @gluon.jit
-def _scales(at, k, GROUPS: gl.constexpr, TILE_ROWS: gl.constexpr, ROWS: gl.constexpr):
+def _scales(at, k, last, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr):
     """A word of four scales for each of a thread's rows."""
     scales = ()
     for r in gl.static_range(len(ROWS)):
-        scales = scales + (gl.load((at + k * TILE_ROWS + ROWS[r] * GROUPS)[:, None]),)
+        there = (at + k * TILE + ROWS[r] * GROUPS)[:, None]
+        if HALF and r == len(ROWS) - 1:
+            scales = scales + (gl.load(there, mask=last[:, None]),)
+        else:
+            scales = scales + (gl.load(there),)
     return scales
 
 
 @gluon.jit
 def _step(sums, words, x_at, k, i, WARPS: gl.constexpr, SPLIT: gl.constexpr):
     """128 columns more, the first or the second of 256, in all tiles' sums by groups."""
-    CODE: gl.constexpr = TILE_SPLIT if SPLIT else TILE
+    CODE: gl.constexpr = ROWS_16_SPLIT if SPLIT else ROWS_16
     t, e = _threads(WARPS, 4)
     at = (x_at + 64 * (k + i))[:, None] + e[None, :]
     x0, x1, x2, x3 = gl.load(at), gl.load(at + 4), gl.load(at + 8), gl.load(at + 12)
@@ -178,12 +188,12 @@ def _touched(x, nothing, WORDS: gl.constexpr, WARPS: gl.constexpr):
 def _rows_times_token(
     w, scale, x, row, nothing,
     WORDS: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr, SPLIT: gl.constexpr,
-    WAITS: gl.constexpr, TILE_ROWS: gl.constexpr, ROWS: gl.constexpr,
+    WAITS: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Sums of the rows ROWS behind a thread's ``row``: [32 WARPS, 2] for every two of them.
 
-    TILE_ROWS rows, a divisor of all of ROWS, lie together by steps of 128 columns, and so do their
-    scales; 1: every row by itself.
+    ROWS are multiples of TILE, so a thread's rows have the same place in their tiles. HALF: half of
+    a warp has the last of them, the other half reads nothing there and its sums mean nothing.
 
     Two steps of 128 columns at a time. EARLY: the next words are asked for before the present ones
     are decoded. One loop of one body: what is not in the caches is read once, code as well.
@@ -194,13 +204,14 @@ def _rows_times_token(
     t, _e = _threads(WARPS, 4)
     q = t % 4
     x_at = x + 16 * q
-    g = gl.minimum(t % 32 // 4, TILE_ROWS - 1)
+    g = row % TILE
+    last = t % 32 < 16
     w_at = w + (row - g) * WORDS + 16 * g + 4 * q
-    s_at = scale + (row - g) * STEPS + g + q // 2 * TILE_ROWS
+    s_at = scale + (row - g) * STEPS + g + q // 2 * TILE
     words = ()
     for i in gl.static_range(2):
-        words = words + (_asked(w_at, i, WORDS, WARPS, TILE_ROWS, ROWS),)
-    scales = _scales(s_at, 0, STEPS, TILE_ROWS, ROWS)
+        words = words + (_asked(w_at, i, last, WORDS, WARPS, ROWS, HALF),)
+    scales = _scales(s_at, 0, last, STEPS, ROWS, HALF)
     zero = gl.zeros([32 * WARPS, 4], gl.float32, L)
     first = zero
     if WAITS:
@@ -213,17 +224,17 @@ def _rows_times_token(
     for k in range(0, STEPS, 2):
         # Behind the last steps they come again, from the L2 cache.
         then = gl.minimum(k + 2, STEPS - 2)
-        coming = _scales(s_at, then, STEPS, TILE_ROWS, ROWS)
+        coming = _scales(s_at, then, last, STEPS, ROWS, HALF)
         later = ()
         if EARLY:
             for i in gl.static_range(2):
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, TILE_ROWS, ROWS),)
+                later = later + (_asked(w_at, then + i, last, WORDS, WARPS, ROWS, HALF),)
             _control(STAY)
         parts = zeros
         for i in gl.static_range(2):
             parts = _step(parts, words[i], x_at, k, i, WARPS, SPLIT)
             if not EARLY:
-                later = later + (_asked(w_at, then + i, WORDS, WARPS, TILE_ROWS, ROWS),)
+                later = later + (_asked(w_at, then + i, last, WORDS, WARPS, ROWS, HALF),)
         sums = _folded(sums, parts, scales, WARPS)
         words = later
         scales = coming
@@ -248,7 +259,6 @@ def _place(row, EIGHTH: gl.constexpr):
 def gate_up_alone_kernel(
     x, w, scale, experts, out, beta, linear_beta,
     WIDTH: gl.constexpr, INNER: gl.constexpr, SITU: gl.constexpr, WARPS: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for 24 features a warp.
 
@@ -263,7 +273,7 @@ def gate_up_alone_kernel(
     gate = (gl.program_id(0) * WARPS + t // 32) * 24 + t % 32 // 4
     gates, both, ups = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), x, gate, 0,
-        WORDS, WARPS, False, False, False, TILE_ROWS, (0, 8, 16, 16 + INNER, INNER, 8 + INNER),
+        WORDS, WARPS, False, False, False, (0, 8, 16, 16 + INNER, INNER, 8 + INNER), False,
     )  # fmt: skip
     last, last_up = gl.split(both)
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
@@ -281,7 +291,7 @@ def gate_up_alone_kernel(
 @gluon.jit
 def down_alone_kernel(
     h, w, scale, experts, weights, out, nothing,
-    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, TILE_ROWS: gl.constexpr,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """``out = sum of weights[pair] W2 h[pair]`` for 28 features a program, one pair a warp.
 
@@ -293,11 +303,10 @@ def down_alone_kernel(
     WORDS: gl.constexpr = INNER // 8
     t, _e = _threads(WARPS, 4)
     begin = gl.load(experts + t // 32).to(gl.int64) * WIDTH
-    # Seven rows of each eighth of a warp; the last four threads take one that others have.
-    row = gl.program_id(0) * 28 + gl.minimum(t % 32 // 4, 6)
+    row = gl.program_id(0) * 28 + t % 32 // 4
     high, low = _rows_times_token(
         w + begin * WORDS, scale + begin * (WORDS // 16), h + t // 32 * (4 * WORDS), row, nothing,
-        WORDS, WARPS, True, True, True, TILE_ROWS, (0, 7, 14, 21),
+        WORDS, WARPS, True, True, True, (0, 8, 16, 24), True,
     )  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     t, _e = _threads(WARPS, 2)
@@ -308,7 +317,7 @@ def down_alone_kernel(
     low = gl.convert_layout(gl.sum(low.reshape([WARPS, 32, 2]), axis=0), L)
     t = gl.arange(0, 32, gl.SliceLayout(1, L))[:, None]
     e = gl.arange(0, 2, gl.SliceLayout(0, L))[None, :]
-    place = out + gl.program_id(0) * 28 + t // 4 + 7 * e
-    first = (t % 4 == 0) & (t < 28)
+    place = out + gl.program_id(0) * 28 + t // 4 + 8 * e
+    first = t % 4 == 0
     gl.store(place, high, mask=first)
-    gl.store(place + 14, low, mask=first)
+    gl.store(place + 16, low, mask=first & (t + 16 * e < 32))

@@ -118,20 +118,23 @@ def _decode(codes, scale, PACKED: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def _weights(
     w, scale, rows, live, k,
-    WORDS: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    WORDS: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Decoded columns of BK words from word ``k`` on, eight tensors [M, BK]."""
-    o_w = k + tl.arange(0, BK)
-    o_s = k // 4 + tl.arange(0, BK // 4)
-    w_at = w + rows[:, None] * WORDS + o_w[None, :]
-    s_at = scale + rows[:, None] * (WORDS // 4) + o_s[None, :]
+    o_w = tl.arange(0, BK)
+    o_s = tl.arange(0, BK // 4)
+    inside = rows % TILE
+    w_at = w + ((rows - inside) * WORDS + inside * 16)[:, None] + k * TILE
+    w_at += (o_w // 16 * (16 * TILE) + o_w % 16)[None, :]
+    s_at = scale + ((rows - inside) * (WORDS // 4) + inside * 4)[:, None] + k // 4 * TILE
+    s_at += (o_s // 4 * (4 * TILE) + o_s % 4)[None, :]
     if WHOLE:
         codes = tl.load(w_at)
         s = tl.load(s_at)
     else:
-        codes = tl.load(w_at, live[:, None] & (o_w < WORDS)[None, :], 0)
-        s = tl.load(s_at, live[:, None] & (o_s < WORDS // 4)[None, :], 0)
+        codes = tl.load(w_at, live[:, None] & (k + o_w < WORDS)[None, :], 0)
+        s = tl.load(s_at, live[:, None] & (k // 4 + o_s < WORDS // 4)[None, :], 0)
     return _decode(codes, s, PACKED, DTYPE)
 
 
@@ -166,8 +169,8 @@ def gate_up_mxfp4_kernel(
     x, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out, top_k,
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TAIL: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
-    PACKED: tl.constexpr,
+    BN: tl.constexpr, TAIL: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for one block of features and one tile of BN + TAIL pairs.
 
@@ -201,11 +204,11 @@ def gate_up_mxfp4_kernel(
         gate_tail = tl.zeros([BM, TAIL], tl.float32)
         up_tail = tl.zeros([BM, TAIL], tl.float32)
     for k in range(0, WORDS, BK):
-        v = _weights(w, scale, gate_rows, live, k, WORDS, BK, WHOLE, PACKED, dtype)
+        v = _weights(w, scale, gate_rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
         gate = _add_products(gate, v, x_at, k, there, WORDS, BK, WHOLE)
         if TAIL:
             gate_tail = _add_products(gate_tail, v, t_at, k, more, WORDS, BK, WHOLE)
-        v = _weights(w, scale, up_rows, live, k, WORDS, BK, WHOLE, PACKED, dtype)
+        v = _weights(w, scale, up_rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
         up = _add_products(up, v, x_at, k, there, WORDS, BK, WHOLE)
         if TAIL:
             up_tail = _add_products(up_tail, v, t_at, k, more, WORDS, BK, WHOLE)
@@ -222,7 +225,8 @@ def gate_up_mxfp4_kernel(
 def down_mxfp4_kernel(
     h, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TAIL: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
+    TAIL: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for one block of features and one tile of BN + TAIL pairs.
 
@@ -250,7 +254,7 @@ def down_mxfp4_kernel(
         t_at = h + o_t[None, :].to(tl.int64) * INNER + o_w[:, None]
         tail = tl.zeros([BM, TAIL], tl.float32)
     for k in range(0, WORDS, BK):
-        v = _weights(w, scale, rows, live, k, WORDS, BK, WHOLE, PACKED, dtype)
+        v = _weights(w, scale, rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
         acc = _add_products(acc, v, h_at, k, there, WORDS, BK, WHOLE)
         if TAIL:
             tail = _add_products(tail, v, t_at, k, more, WORDS, BK, WHOLE)

@@ -14,8 +14,10 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from k3vl.kernels.moe.mxfp4 import TILE_ROWS
 from k3vl.kernels.situ.glu_kernel import activated
 
+TILE = gl.constexpr(TILE_ROWS)
 ACC, A, B, X, SCALE = 8, 16, 24, 32, 48
 """First operand of each kind: sums, words of either 16 rows, tokens, words of scales."""
 SELECT, LANE = 80, 88
@@ -128,8 +130,8 @@ def _words(at, apart, WARPS: gl.constexpr):
 @gluon.jit
 def _scales(a_at, b_at, k, apart):
     """A word of four scales for each of a thread's four rows."""
-    a_at += k
-    b_at += k
+    a_at += k * TILE
+    b_at += k * TILE
     return gl.load(a_at), gl.load(a_at + apart), gl.load(b_at), gl.load(b_at + apart)
 
 
@@ -164,13 +166,16 @@ def _rows_times_tokens(
     WORDS: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr,
     WAITS: gl.constexpr,
 ):  # fmt: skip
-    """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them."""
+    """[32 WARPS, 8] sums of a thread's rows ``row_a``, ``row_b`` and those 8 below them.
+
+    Eight rows of a warp, one for every four threads, are a tile of the weights.
+    """
     t, e = _threads(WARPS, 8)
-    q = t % 4
-    a_at = (w + row_a * WORDS + 4 * q)[:, None]
-    b_at = (w + row_b * WORDS + 4 * q)[:, None]
-    sa_at = (scale + row_a * (WORDS // 16) + q % DEPTH)[:, None]
-    sb_at = (scale + row_b * (WORDS // 16) + q % DEPTH)[:, None]
+    g, q = t % 32 // 4, t % 4
+    a_at = (w + (row_a - g) * WORDS + 16 * g + 4 * q)[:, None]
+    b_at = (w + (row_b - g) * WORDS + 16 * g + 4 * q)[:, None]
+    sa_at = (scale + (row_a - g) * (WORDS // 16) + g + q % DEPTH * TILE)[:, None]
+    sb_at = (scale + (row_b - g) * (WORDS // 16) + g + q % DEPTH * TILE)[:, None]
     if SPLIT:
         x_at = (x + token * (WORDS * 4) + 2 * q)[:, None] + (e // 2 * (WORDS // 2) + e % 2)[None, :]
     else:
@@ -189,7 +194,7 @@ def _words_of(a_at, b_at, k, BELOW: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl
     """Ask for the words of DEPTH steps from step ``k`` on, one load behind the other."""
     words = ()
     for i in gl.static_range(DEPTH):
-        at = (k + i) * 16
+        at = (k + i) * (16 * TILE)
         words = words + (_words(a_at + at, BELOW, WARPS), _words(b_at + at, BELOW, WARPS))
     return words
 

@@ -32,21 +32,20 @@ class Joined:
     Attributes:
         rows: of weights in a block, 64 for four warps at least; half of them gates, half ups.
         warps: of a block.
-        parts: of 128 columns in a step.
         stages: steps whose loads are under way or done.
     """
 
     rows: int
     warps: int
     stages: int
-    parts: int = 1
 
 
 _WIDE = Joined(rows=128, warps=8, stages=3)
 _MIDDLE = Joined(rows=128, warps=4, stages=3)
+_NARROW = Joined(rows=128, warps=4, stages=4)
 SHAPES = {
-    16: Joined(rows=128, warps=4, stages=3, parts=2),
-    32: Joined(rows=128, warps=4, stages=3, parts=2),
+    16: _NARROW,
+    32: _NARROW,
     48: _MIDDLE,
     64: _MIDDLE,
     80: _MIDDLE,
@@ -105,7 +104,7 @@ def joined_products(
     mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
         most = programs if _in_turn(width, mean) else None
-        rows, constants = block_of(shapes[width], width, 2 * inner, latent)
+        rows, constants = block_of(shapes[width], width, 2 * inner)
         grid = _grid(2 * inner // rows, tiles.expert.numel(), most)
         gate_up_joined_kernel[grid](
             split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
@@ -114,7 +113,7 @@ def joined_products(
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
         most = programs if _in_turn(width, mean) else None
-        rows, constants = block_of(shapes[width], width, latent, inner)
+        rows, constants = block_of(shapes[width], width, latent)
         grid = _grid(latent // rows, tiles.expert.numel(), most)
         down_joined_kernel[grid](
             hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
@@ -144,43 +143,38 @@ def _words(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int32)
 
 
-def block_of(shape: Joined, width: int, features: int, columns: int) -> tuple[int, dict[str, int]]:
+def block_of(shape: Joined, width: int, features: int) -> tuple[int, dict[str, int]]:
     """Rows of a block and launch constants.
 
-    Smaller where a block would not divide the matrix or its steps would not fit in shared memory.
+    Smaller where a block would not divide the matrix, with fewer stages where they would not fit in
+    shared memory.
     """
-    rows, warps, parts, stages = shape.rows, shape.warps, shape.parts, shape.stages
+    rows, warps, stages = shape.rows, shape.warps, shape.stages
     wide = 1 << width.bit_length() - 1
     while features % rows:
         rows, warps = rows // 2, max(4, warps // 2)
-    while columns % (parts * _STEP_COLUMNS):
-        parts //= 2
-    while shared_bytes(rows, warps, parts, stages, width) > SHARED:
-        if parts > 1:
-            parts //= 2
-        else:
-            stages -= 1
+    while shared_bytes(rows, warps, stages, width) > SHARED:
+        stages -= 1
     return rows, {
         "BN": wide,
         "TAIL": width - wide,
-        "PARTS": parts,
-        "COPIES": _copies(rows, warps, parts),
+        "COPIES": _copies(rows, warps),
         "num_warps": warps,
         "num_stages": stages,
     }
 
 
-def _copies(rows: int, warps: int, parts: int) -> int:
+def _copies(rows: int, warps: int) -> int:
     """How often a scale is read, so that no thread goes without."""
-    return max(1, 32 * warps // (rows * parts))
+    return max(1, 32 * warps // rows)
 
 
-def shared_bytes(rows: int, warps: int, parts: int, stages: int, width: int) -> int:
+def shared_bytes(rows: int, warps: int, stages: int, width: int) -> int:
     """What a block takes, as Triton 3.6 compiles it.
 
     Tokens of ``stages`` steps, which the tensor cores read there, and one step less of weights and
     scales, which are read into registers first.
     """
-    tokens = 2 * _STEP_COLUMNS * parts * width
-    weights = rows * parts * (_STEP_COLUMNS // 2 + 4 * _copies(rows, warps, parts))
+    tokens = 2 * _STEP_COLUMNS * width
+    weights = rows * (_STEP_COLUMNS // 2 + 4 * _copies(rows, warps))
     return stages * tokens + (stages - 1) * weights

@@ -18,7 +18,10 @@ Triton reads a kernel's annotations, so its arguments have none but ``constexpr`
 import triton
 import triton.language as tl
 
+from k3vl.kernels.moe.mxfp4 import TILE_ROWS
 from k3vl.kernels.situ.glu_kernel import activated
+
+TILE = tl.constexpr(TILE_ROWS)
 
 
 def _decoder() -> str:
@@ -65,28 +68,27 @@ REGISTERS = tl.constexpr(",".join(["=r"] * 32 + ["r"] * 128))
 
 @triton.jit
 def _step(
-    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
-    COPIES: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
+    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, COPIES: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Decoded columns of the words from word ``k`` on, [M, PARTS * 128], each part by n, then j."""
-    COLUMNS: tl.constexpr = PARTS * 128
+    """Decoded columns of the 16 words from word ``k`` on, [M, 128], by n, then j."""
     # A load of fewer elements than threads would be laid out badly: some elements are read twice.
-    o_g = tl.arange(0, PARTS * COPIES) // COPIES
-    groups = tl.load(scale + rows[:, None] * (WORDS // 16) + k // 16 + o_g[None, :])
-    groups = tl.broadcast_to(groups[:, :, None], (M, PARTS * COPIES, 128 // COPIES))
-    groups = groups.reshape(M, COLUMNS)
+    again = tl.arange(0, COPIES) // COPIES
+    inside = rows % TILE
+    s_at = scale + ((rows - inside) * (WORDS // 16) + inside)[:, None] + k // 16 * TILE
+    groups = tl.load(s_at + again[None, :])
+    groups = tl.broadcast_to(groups[:, :, None], (M, COPIES, 128 // COPIES)).reshape(M, 128)
+    w_at = w + ((rows - inside) * WORDS + inside * 16)[:, None] + k * TILE
     if PACKED:
-        codes = tl.load(w + rows[:, None] * WORDS + k + tl.arange(0, PARTS * 16)[None, :])
-        codes = codes.reshape(M, PARTS, 1, 16)
-        codes = tl.broadcast_to(codes, (M, PARTS, 8, 16)).reshape(M, COLUMNS)
+        codes = tl.load(w_at + tl.arange(0, 16)[None, :])
+        codes = tl.broadcast_to(codes[:, None, :], (M, 8, 16)).reshape(M, 128)
         values = tl.inline_asm_elementwise(
             DECODE, REGISTERS, [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=64
         )
     else:
-        o_c = tl.arange(0, COLUMNS)
-        n, j = o_c // 16 % 8, o_c // 128 * 16 + o_c % 16
-        at = j // 2 * 2 + n // 4
-        u = tl.load(w + rows[:, None] * WORDS + k + at[None, :])
+        o_c = tl.arange(0, 128)
+        n, j = o_c // 16, o_c % 16
+        u = tl.load(w_at + (j // 2 * 2 + n // 4)[None, :])
         u = (u >> (j % 2 * 16)[None, :]) & 0xFFFF
         f = (n % 4)[None, :]
         sign = tl.where(f == 3, u >> 14, (u << (3 * f)) >> 15) & 1
@@ -102,7 +104,7 @@ def gate_up_joined_kernel(
     x, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out, top_k,
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    BN: tl.constexpr, TAIL: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = glu(W1 x, W3 x)`` for BM features and one tile of BN + TAIL pairs.
@@ -118,13 +120,13 @@ def gate_up_joined_kernel(
             _gate_up_tile(
                 item // BLOCKS, item % BLOCKS, x, w, scale, order, tile_expert, tile_first,
                 tile_end, out, top_k, beta, linear_beta,
-                WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+                WIDTH, INNER, SITU, BM, BN, TAIL, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _gate_up_tile(
             tl.program_id(1), tl.program_id(0), x, w, scale, order, tile_expert, tile_first,
             tile_end, out, top_k, beta, linear_beta,
-            WIDTH, INNER, SITU, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            WIDTH, INNER, SITU, BM, BN, TAIL, COPIES, PACKED,
         )  # fmt: skip
 
 
@@ -133,7 +135,7 @@ def _gate_up_tile(
     tile, block, x, w, scale, order, tile_expert, tile_first, tile_end, out, top_k,
     beta, linear_beta,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SITU: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    BN: tl.constexpr, TAIL: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """BM features of one tile."""
@@ -147,7 +149,7 @@ def _gate_up_tile(
     o_m = tl.arange(0, 2 * BM)
     feature = block * BM + o_m // 16 * 8 + o_m % 8
     rows = expert.to(tl.int64) * (2 * INNER) + feature + o_m // 8 % 2 * INNER
-    o_c = tl.arange(0, PARTS * 128)
+    o_c = tl.arange(0, 128)
     x_at = token[None, :] * WIDTH + o_c[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     acc = tl.zeros([2 * BM, BN], tl.float32)
@@ -157,8 +159,8 @@ def _gate_up_tile(
         token = tl.load(order + o_t, more, 0) // top_k
         t_at = token[None, :] * WIDTH + o_c[:, None]
         tail = tl.zeros([2 * BM, TAIL], tl.float32)
-    for k in range(0, WORDS, PARTS * 16):
-        v = _step(w, scale, rows, k, WORDS, 2 * BM, PARTS, COPIES, PACKED, dtype)
+    for k in range(0, WORDS, 16):
+        v = _step(w, scale, rows, k, WORDS, 2 * BM, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(x + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")
@@ -190,7 +192,7 @@ def _store_glu(
 def down_joined_kernel(
     h, w, scale, order, tile_expert, tile_first, tile_end, tile_count, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    TAIL: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = W2 h`` for BM features and one tile of BN + TAIL pairs.
@@ -204,12 +206,12 @@ def down_joined_kernel(
         for item in range(tl.program_id(0), count * BLOCKS, tl.num_programs(0)):
             _down_tile(
                 item // BLOCKS, item % BLOCKS, h, w, scale, order, tile_expert, tile_first,
-                tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
+                tile_end, out, INNER, WIDTH, BM, BN, TAIL, COPIES, PACKED,
             )  # fmt: skip
     elif tl.program_id(1) < count:
         _down_tile(
             tl.program_id(1), tl.program_id(0), h, w, scale, order, tile_expert, tile_first,
-            tile_end, out, INNER, WIDTH, BM, BN, TAIL, PARTS, COPIES, PACKED,
+            tile_end, out, INNER, WIDTH, BM, BN, TAIL, COPIES, PACKED,
         )  # fmt: skip
 
 
@@ -217,7 +219,7 @@ def down_joined_kernel(
 def _down_tile(
     tile, block, h, w, scale, order, tile_expert, tile_first, tile_end, out,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TAIL: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr,
+    TAIL: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """BM features of one tile."""
@@ -229,7 +231,7 @@ def _down_tile(
     there = o_p < end
     o_f = block * BM + tl.arange(0, BM)
     rows = expert.to(tl.int64) * WIDTH + o_f
-    o_c = tl.arange(0, PARTS * 128)
+    o_c = tl.arange(0, 128)
     h_at = o_p[None, :] * INNER + o_c[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     acc = tl.zeros([BM, BN], tl.float32)
@@ -238,8 +240,8 @@ def _down_tile(
         more = o_t < end
         t_at = o_t[None, :] * INNER + o_c[:, None]
         tail = tl.zeros([BM, TAIL], tl.float32)
-    for k in range(0, WORDS, PARTS * 16):
-        v = _step(w, scale, rows, k, WORDS, BM, PARTS, COPIES, PACKED, dtype)
+    for k in range(0, WORDS, 16):
+        v = _step(w, scale, rows, k, WORDS, BM, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(h + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")

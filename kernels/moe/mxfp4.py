@@ -19,12 +19,20 @@ Part: TypeAlias = Literal["gate", "up", "down"]
 LARGEST_SCALE = 128
 """Scale bytes above it (weights over 12) would overflow the bfloat16 factor of the fast decoder."""
 
+TILE_ROWS, TILE_COLUMNS = 8, 128
+"""Of a matrix, what lies together: 64 bytes of each of so many rows, and 4 of their scales."""
+
+
+def tile_rows(columns: int) -> int:
+    """How many rows of a matrix lie together; 1 where its columns are no whole tiles."""
+    return 1 if columns % TILE_COLUMNS else TILE_ROWS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mxfp4Experts:
     """All routed experts of one layer, 4.25 bits a weight.
 
-    Both are rearranged once, at load, in place of work in every product:
+    They are rearranged once, at load, in place of work in every product:
 
     - Rows of ``w13``: inside the gates and inside the ups, features 8 j + n come by n, then j. What
       the first product writes is then already split the way the second one reads it.
@@ -32,12 +40,15 @@ class Mxfp4Experts:
       first has n = 0..3 of both, one column in each half, the second n = 4..7. The four codes of a
       half lie so that one shift and one mask bring sign and magnitude to their places in bfloat16
       (bits 15 and 8..6); the bits left over hold the last, which costs a little more.
+    - Tiles: a step of a product reads 128 columns of its rows. Those of eight rows lie together,
+      row after row, then the next 128 columns of the same rows, and so do their scales: a warp
+      reads 512 bytes in a row. Matrices whose columns are no multiple of 128 lie by rows.
 
     Attributes:
-        w13: [E, 2 I, L / 8] int32, gates then ups.
-        w13_scale: [E, 2 I, L / 32] uint8.
-        w2: [E, L, I / 8] int32.
-        w2_scale: [E, L, I / 32] uint8.
+        w13: [E, 2 I, L / 8] int32, gates then ups; as rows, which tiles are not.
+        w13_scale: [E, 2 I, L / 32] uint8, so, too.
+        w2: [E, L, I / 8] int32, so, too.
+        w2_scale: [E, L, I / 32] uint8, so, too.
     """
 
     w13: torch.Tensor
@@ -97,13 +108,14 @@ class Mxfp4Experts:
 
     def gate_up(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """One expert's way in, decoded: [2 I, L], gate rows first."""
-        packed = _in_order(unpack_words(self.w13[expert]), halves=2)
-        scale = _in_order(self.w13_scale[expert], halves=2)
+        packed = _in_order(unpack_words(in_rows(self.w13[expert])), halves=2)
+        scale = _in_order(in_rows(self.w13_scale[expert]), halves=2)
         return dequantize_mxfp4(packed, scale, dtype=dtype)
 
     def down(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """One expert's way back, decoded: [L, I]."""
-        return dequantize_mxfp4(unpack_words(self.w2[expert]), self.w2_scale[expert], dtype=dtype)
+        packed = unpack_words(in_rows(self.w2[expert]))
+        return dequantize_mxfp4(packed, in_rows(self.w2_scale[expert]), dtype=dtype)
 
     def put(self, expert: int, part: Part, packed: torch.Tensor, scale: torch.Tensor) -> None:
         """Store one matrix as a checkpoint has it; rearranged on the experts' own device.
@@ -128,12 +140,12 @@ class Mxfp4Experts:
         scale = scale.to(words.device)
         if part != "down":
             packed, scale = _by_class(packed), _by_class(scale)
-        words.copy_(pack_words(packed))
-        scales.copy_(scale)
+        words.copy_(in_tiles(pack_words(packed)))
+        scales.copy_(in_tiles(scale))
 
     def taken(self, expert: int, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """What :meth:`put` was given, on the experts' device."""
-        words, scale = self._place(expert, part)
+        words, scale = map(in_rows, self._place(expert, part))
         packed = unpack_words(words)
         return (packed, scale) if part == "down" else (_in_order(packed), _in_order(scale))
 
@@ -152,6 +164,29 @@ def _by_class(rows: torch.Tensor) -> torch.Tensor:
 def _in_order(rows: torch.Tensor, *, halves: int = 1) -> torch.Tensor:
     """The way back from :func:`_by_class`, in each of so many parts."""
     return rows.unflatten(0, (halves, 8, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def in_tiles(rows: torch.Tensor) -> torch.Tensor:
+    """Words [..., R, C / 8] int32 or scales [..., R, C / 32] uint8 as they are stored."""
+    if rows.shape[-1] % (step := _step(rows)):
+        return rows
+    cut = rows.unflatten(-1, (-1, step)).unflatten(-3, (-1, TILE_ROWS))
+    return cut.transpose(-3, -2).reshape(rows.shape)
+
+
+def in_rows(tiles: torch.Tensor) -> torch.Tensor:
+    """The way back from :func:`in_tiles`."""
+    *_, rows, columns = tiles.shape
+    if columns % (step := _step(tiles)):
+        return tiles
+    cut = tiles.unflatten(-1, (-1, step)).flatten(-3, -2)
+    cut = cut.unflatten(-2, (rows // TILE_ROWS, columns // step, TILE_ROWS))
+    return cut.transpose(-3, -2).reshape(tiles.shape)
+
+
+def _step(stored: torch.Tensor) -> int:
+    """Elements of a row of a tile: words, or scale bytes."""
+    return TILE_COLUMNS // (8 if stored.dtype == torch.int32 else GROUP_SIZE)
 
 
 _MOVES = ((0x0008, 12), (0x0007, 6), (0x0080, 5), (0xC070, -1), (0x3800, -2), (0x0700, -8))

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from k3vl.kernels.moe.experts_kernel import down_mxfp4_kernel, gate_up_mxfp4_kernel
+from k3vl.kernels.moe.mxfp4 import tile_rows
 from k3vl.kernels.moe.plan import FULL
 from k3vl.kernels.situ import SituGLU, caps
 
@@ -136,6 +137,7 @@ def _packed_shape(
         "BN": min(width, FULL),
         "TAIL": max(0, width - FULL),
         "BK": block.step,
+        "TILE": tile_rows(columns),
         "WHOLE": whole,
         "num_warps": block.warps,
         "num_stages": block.stages,

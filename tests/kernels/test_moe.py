@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from k3vl.errors import ShapeError, WeightError
 from k3vl.kernels.moe import moe_experts
 from k3vl.kernels.moe.experts import FloatExperts
-from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, Part, pack_words, prepare_experts, unpack_words
+from k3vl.kernels.moe.mxfp4 import (
+    Mxfp4Experts,
+    Part,
+    in_rows,
+    in_tiles,
+    pack_words,
+    prepare_experts,
+    tile_rows,
+    unpack_words,
+)
 from k3vl.kernels.moe.plan import (
     EIGHT,
     FINE_WIDTHS,
@@ -82,8 +91,9 @@ def test_one_shift_and_mask_bring_a_code_to_its_place_in_bfloat16() -> None:
         assert (low, high) == (want[0, column], want[0, 8 + column])
 
 
-def test_experts_in_four_bits_are_the_decoded_experts() -> None:
-    experts, latent, inner = 3, 64, 32
+@pytest.mark.parametrize(("latent", "inner"), [(64, 32), (128, 256)])
+def test_experts_in_four_bits_are_the_decoded_experts(latent: int, inner: int) -> None:
+    experts = 3
     w13 = torch.randint(0, 256, (experts, 2 * inner, latent // 2), dtype=torch.uint8)
     w2 = torch.randint(0, 256, (experts, latent, inner // 2), dtype=torch.uint8)
     s13 = torch.randint(118, 124, (experts, 2 * inner, latent // 32), dtype=torch.uint8)
@@ -111,14 +121,35 @@ def test_rows_of_the_way_in_lie_by_class() -> None:
     assert torch.equal(unpack_words(stored.w13[1, 32:]), packed[by_class])
 
 
+def test_eight_rows_by_128_columns_lie_together() -> None:
+    """As the products address them; columns that are no whole tiles stay in rows."""
+    words = torch.arange(3 * 16 * 48, dtype=torch.int32).view(3, 16, 48)
+    scales = torch.randint(0, 256, (3, 16, 12), dtype=torch.uint8)
+    for rows, step in ((words, 16), (scales, 4)):
+        tiles = in_tiles(rows)
+        for r, c in ((0, 0), (1, 0), (7, step - 1), (8, step), (13, 2 * step + 3)):
+            place = r // 8 * 8 * 3 * step + c // step * 8 * step + r % 8 * step + c % step
+            assert torch.equal(tiles[:, r, c], rows[:, r, c]) == (r == c == 0), "they move"
+            assert torch.equal(tiles.flatten(1)[:, place], rows[:, r, c])
+        assert torch.equal(in_rows(tiles), rows)
+        assert torch.equal(in_rows(in_tiles(rows[1])), rows[1])
+        odd = rows[..., : step + step // 2].contiguous()
+        assert in_tiles(odd) is odd
+        assert in_rows(odd) is odd
+    assert tile_rows(384) == 8
+    assert tile_rows(192) == 1
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (256, 128)], ids=str)
 @pytest.mark.parametrize("part", ["gate", "up", "down"])
-def test_a_matrix_comes_back_as_it_was_put(part: Part) -> None:
+def test_a_matrix_comes_back_as_it_was_put(part: Part, shape: tuple[int, int]) -> None:
     """From bytes that begin at an odd place of a file, into its own place."""
-    rows, columns = (64, 96) if part != "down" else (96, 64)
+    latent, inner = shape
+    rows, columns = (inner, latent) if part != "down" else shape
     raw = torch.randint(0, 256, (rows * columns // 2 + 1,), dtype=torch.uint8)
     packed = raw[1:].view(rows, columns // 2)
     scale = torch.randint(0, 129, (rows, columns // 32), dtype=torch.uint8)
-    stored = Mxfp4Experts.empty(3, 96, 64, torch.device("cpu"))
+    stored = Mxfp4Experts.empty(3, latent, inner, torch.device("cpu"))
     tensors = (stored.w13, stored.w13_scale, stored.w2, stored.w2_scale)
     for tensor in tensors:
         tensor.fill_(7)

@@ -35,10 +35,12 @@ FLOAT = replace(PACKED, latent_moe_mxfp4=None)
 EVEN = replace(TINY, num_attention_heads=4, vocab_size=96, moe_intermediate_size=64)
 FOUR = replace(EVEN, linear_attn_config=replace(EVEN.linear_attn_config, num_heads=4))
 WIDE = replace(FOUR, routed_expert_hidden_size=32, moe_intermediate_size=128)
+TILED = replace(WIDE, routed_expert_hidden_size=128, moe_intermediate_size=256)
 FAMILY = replace(KIMI_LINEAR, num_attention_heads=4, vocab_size=96)
 MODELS = [
     pytest.param(FOUR, FLOAT, id="K3"),
     pytest.param(WIDE, PACKED, id="K3, packed"),
+    pytest.param(TILED, PACKED, id="K3, packed in tiles"),
     pytest.param(FAMILY, FLOAT, id="Kimi-Linear"),
 ]
 
