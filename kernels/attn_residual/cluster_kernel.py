@@ -1,4 +1,4 @@
-"""The mixture of few tokens for compute capability 9.0, in Gluon: several multiprocessors a token.
+"""The mixture of few tokens for compute capability 9.0, in Gluon: eight multiprocessors a token.
 
 At few tokens one multiprocessor's own work on a token is all that counts: to fetch 129 KB and to
 multiply them. So a cluster takes it, and they tell each other sums through their shared
@@ -11,49 +11,39 @@ memory, twice: once for the scores, once for the norm.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-PARTS, WARPS, SLOTS = 8, 32, 16
-"""Parts of a token; warps of it in all, on four or eight multiprocessors; at most so many rows."""
-
-_FOUR = WARPS // PARTS
-"""Warps of a part."""
+SIZE, WARPS, SLOTS = 8, 4, 16
+"""Multiprocessors of a token and warps of each; at most so many rows."""
 
 _LANES = 4 * 32
 """Bytes: a number of every lane."""
 
-
-def _columns(multiprocessors: int) -> gl.BlockedLayout:
-    bases = [[2**i, 0, 0, 0] for i in range(multiprocessors.bit_length() - 1)]
-    warps = WARPS // multiprocessors
-    return gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [1, warps, 1, 1], [3, 2, 1, 0], bases)
-
+_OWN = 16
+_TOLD = _OWN + WARPS * _LANES
+_LAST = _TOLD + SIZE * _LANES
+_END = _LAST + 4 * WARPS * SIZE
+"""In a room, behind two barriers: sums of the own warps, those of all multiprocessors, and what
+every warp of all of them tells last."""
 
 # Here, as Triton 3.6 cannot compare layouts with such bases that were made inside of a kernel.
-COLUMNS_4, COLUMNS_8 = gl.constexpr(_columns(4)), gl.constexpr(_columns(8))
-LANES_4 = gl.constexpr(gl.SliceLayout(3, COLUMNS_4.value))
-LANES_8 = gl.constexpr(gl.SliceLayout(3, COLUMNS_8.value))
+COLUMNS = gl.constexpr(
+    gl.BlockedLayout(
+        [1, 1, 1, 8],
+        [1, 1, 32, 1],
+        [1, WARPS, 1, 1],
+        [3, 2, 1, 0],
+        [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+    )
+)
+LANES = gl.constexpr(gl.SliceLayout(3, COLUMNS.value))
 
 
-class _Room:
-    """Where things lie in a multiprocessor's room, behind two barriers; ``size`` share a token."""
-
-    def __init__(self, size: int) -> None:
-        self.warps = WARPS // size
-        self.own = 16
-        """What its own warps have, a number of every lane."""
-        self.told = self.own + self.warps * _LANES
-        """What all parts have."""
-        self.last = self.told + PARTS * _LANES
-        """What every warp of all multiprocessors tells last."""
-        self.end = self.last + 4 * WARPS
-
-
-def _open(size: int) -> str:
+def _open() -> str:
     """Room for two exchanges behind their barriers; the answer is its address.
 
     All warps meet first, which keeps the assembler from moving loads behind this.
     """
     return f"""{{
-    .shared .align 16 .b8 room[{_Room(size).end}];
+    .shared .align 16 .b8 room[{_END}];
     .reg .pred one;
     .reg .u32 thread;
     bar.sync 0;
@@ -62,8 +52,8 @@ def _open(size: int) -> str:
     setp.eq.u32 one, thread, 0;
     @one mbarrier.init.shared::cta.b64 [$0], 1;
     @one mbarrier.init.shared::cta.b64 [$0 + 8], 1;
-    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {_LANES * PARTS};
-    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 8], {4 * WARPS};
+    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {_LANES * SIZE};
+    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + 8], {4 * WARPS * SIZE};
     @one fence.mbarrier_init.release.cluster;
     barrier.cluster.arrive.relaxed.aligned;
     }}"""
@@ -78,12 +68,12 @@ _MEET = """{
 """Nothing has been told yet, as this warp has not: the phase before the first is what is over."""
 
 
-def _sum(base: str, begin: int, count: int) -> str:
+def _sum(begin: int, count: int) -> str:
     """Add numbers of a lane in their order, which is the same for all who do."""
-    first = f"\n    ld.shared::cta.f32 $0, [{base} + {begin}];"
+    first = f"\n    ld.shared::cta.f32 $0, [lane + {begin}];"
     return first + "".join(
         f"""
-    ld.shared::cta.f32 other, [{base} + {begin + _LANES * i}];
+    ld.shared::cta.f32 other, [lane + {begin + _LANES * i}];
     add.rn.f32 $0, $0, other;"""
         for i in range(1, count)
     )
@@ -95,39 +85,34 @@ _WAIT = """
     @!done bra again;"""
 
 
-def _exchange(size: int) -> str:
-    """A lane's sum over all warps of all parts, the same in all of them.
+def _exchange() -> str:
+    """A lane's sum over all warps of all multiprocessors, the same in all of them.
 
-    The four warps of a part add its numbers, and each tells them to a quarter of the cluster.
+    Warps add their multiprocessor's numbers, and each tells them to two of the cluster.
     """
-    room = _Room(size)
     send = "".join(
         f"""
-    mad.lo.u32 peer, warp, {size // _FOUR}, {i};
+    mad.lo.u32 peer, warp, {SIZE // WARPS}, {i};
     mapa.shared::cluster.u32 there, here, peer;
     mapa.shared::cluster.u32 told, barrier, peer;
     st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $0, [told];"""
-        for i in range(size // _FOUR)
+        for i in range(SIZE // WARPS)
     )
     return f"""{{
     .reg .pred done;
-    .reg .u32 here, there, barrier, told, thread, warp, part, lane, peer;
+    .reg .u32 here, there, barrier, told, thread, warp, lane, peer;
     .reg .f32 other;
     mov.u32 thread, %tid.x;
     mad.lo.u32 here, thread, 4, $1;
-    st.shared::cta.f32 [here + {room.own}], $2;
+    st.shared::cta.f32 [here + {_OWN}], $2;
     bar.sync 0;
     and.b32 lane, thread, 31;
-    mad.lo.u32 lane, lane, 4, $1;
-    shr.u32 part, thread, {(32 * _FOUR).bit_length() - 1};
-    mad.lo.u32 here, part, {_FOUR * _LANES}, lane;{_sum("here", room.own, _FOUR)}
+    mad.lo.u32 lane, lane, 4, $1;{_sum(_OWN, WARPS)}
     shr.u32 warp, thread, 5;
-    and.b32 warp, warp, {_FOUR - 1};
     mov.u32 here, %cluster_ctarank;
-    mad.lo.u32 here, here, {PARTS // size}, part;
     mad.lo.u32 here, here, {_LANES}, lane;
-    add.u32 here, here, {room.told};
-    mov.u32 barrier, $1;{send}{_WAIT}{_sum("lane", room.told, PARTS)}
+    add.u32 here, here, {_TOLD};
+    mov.u32 barrier, $1;{send}{_WAIT}{_sum(_TOLD, SIZE)}
     }}"""
 
 
@@ -140,12 +125,11 @@ def _butterfly(*steps: int) -> str:
     )
 
 
-def _total(size: int) -> str:
+def _total() -> str:
     """The sum of a number over all threads of the cluster, the same in all of them.
 
-    Lanes of a warp tell its sum, each to one multiprocessor; 32 sums come, in fours.
+    Eight lanes of a warp tell its sum, each to one multiprocessor; 32 sums come, in fours.
     """
-    room = _Room(size)
     return f"""{{
     .reg .pred done, tells;
     .reg .u32 here, there, barrier, told, lane, warp, peer;
@@ -155,17 +139,17 @@ def _total(size: int) -> str:
     and.b32 peer, warp, 31;
     shr.u32 warp, warp, 5;
     mov.u32 here, %cluster_ctarank;
-    mad.lo.u32 here, here, {room.warps}, warp;
+    mad.lo.u32 here, here, {WARPS}, warp;
     mad.lo.u32 here, here, 4, $1;
-    add.u32 here, here, {room.last};
+    add.u32 here, here, {_LAST};
     add.u32 barrier, $1, 8;
-    setp.lt.u32 tells, peer, {size};
+    setp.lt.u32 tells, peer, {SIZE};
     @tells mapa.shared::cluster.u32 there, here, peer;
     @tells mapa.shared::cluster.u32 told, barrier, peer;
     @tells st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $0, [told];
     and.b32 lane, peer, 7;
     mad.lo.u32 lane, lane, 16, $1;{_WAIT}
-    ld.shared::cta.v4.f32 {{s0, s1, s2, s3}}, [lane + {room.last}];
+    ld.shared::cta.v4.f32 {{s0, s1, s2, s3}}, [lane + {_LAST}];
     add.rn.f32 s0, s0, s1;
     add.rn.f32 s2, s2, s3;
     add.rn.f32 $0, s0, s2;{_butterfly(4, 2, 1)}
@@ -207,12 +191,8 @@ def _fold(rows: int) -> str:
     }}"""
 
 
-OPEN, MEET = gl.constexpr((_open(4), _open(8))), gl.constexpr(_MEET)
-EXCHANGE = gl.constexpr((_exchange(4), _exchange(8)))
-TOTAL = gl.constexpr((_total(4), _total(8)))
-CLUSTER_OF = gl.constexpr(
-    tuple(f"mov.u32 $0, %ctaid.x; shr.u32 $0, $0, {shift};" for shift in (2, 3))
-)
+OPEN, MEET = gl.constexpr(_open()), gl.constexpr(_MEET)
+EXCHANGE, TOTAL = gl.constexpr(_exchange()), gl.constexpr(_total())
 FOLD = gl.constexpr(tuple(_fold(rows) for rows in range(1, SLOTS + 1)))
 FROM_LANE = gl.constexpr(
     tuple(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;" for lane in range(SLOTS))
@@ -223,11 +203,9 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def open_room(o_l, SIZE: gl.constexpr):
+def open_room(o_l):
     """Address of the multiprocessor's room, in every thread; the cluster is told of it."""
-    return gl.inline_asm_elementwise(
-        OPEN[SIZE // 8], "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise(OPEN, "=&r,r", [o_l], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -241,24 +219,24 @@ def meet(room):
 
 
 @gluon.jit
-def exchange(room, x, SIZE: gl.constexpr):
-    """Sum of ``x`` [SIZE, W, 32] over multiprocessors and warps, in all of them."""
+def exchange(room, x):
+    """Sum of ``x`` [8, 4, 32] over multiprocessors and warps, in all of them."""
     return gl.inline_asm_elementwise(
-        EXCHANGE[SIZE // 8], "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
+        EXCHANGE, "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def total_of(room, x, SIZE: gl.constexpr):
-    """Sum of ``x`` [SIZE, W, 32] over all threads, in all of them."""
+def total_of(room, x):
+    """Sum of ``x`` [8, 4, 32] over all threads, in all of them."""
     return gl.inline_asm_elementwise(
-        TOTAL[SIZE // 8], "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
+        TOTAL, "=&f,r,f", [room, x], dtype=gl.float32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def fold(numbers, R: gl.constexpr):
-    """Of 2 R tensors [SIZE, W, 32]: lane i gets number i's sum over lanes, 16 + i that of R + i."""
+    """Of 2 R tensors [8, 4, 32]: lane i gets number i's sum over lanes, 16 + i that of R + i."""
     return gl.inline_asm_elementwise(
         FOLD[R - 1], FOLD_TYPES[R - 1], numbers, dtype=gl.float32, is_pure=True, pack=1
     )
@@ -286,10 +264,15 @@ def other_half(x):
 
 
 @gluon.jit
-def cluster_of(i, SIZE: gl.constexpr):
+def cluster_of(i):
     """``i`` again, the number of the cluster, without the constants that a division would load."""
     return gl.inline_asm_elementwise(
-        CLUSTER_OF[SIZE // 8], "=r,r", [i], dtype=gl.int32, is_pure=True, pack=1
+        "mov.u32 $0, %ctaid.x; shr.u32 $0, $0, 3;",
+        "=r,r",
+        [i],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -333,27 +316,21 @@ def attn_residual_cluster_kernel(
     eps,
     D: gl.constexpr,
     R: gl.constexpr,
-    SIZE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One cluster of SIZE, 4 or 8, mixes the R rows of one token, all of them in registers.
+    """One cluster mixes the R rows of one token, all of them in registers.
 
-    A tensor is [SIZE, 32 / SIZE, 32, 8], of multiprocessors, warps, lanes, and columns of a lane;
-    without the last, a number in every thread. A token has eight parts of four warps, whose sums
-    are added in their order whatever SIZE is: it has no influence on a result's bits.
+    A tensor is [8, 4, 32, 8], of multiprocessors, warps, lanes, and columns of a lane; without the
+    last, a number in every thread.
     """
-    COLUMNS: gl.constexpr = COLUMNS_8 if SIZE == 8 else COLUMNS_4
-    LANES: gl.constexpr = LANES_8 if SIZE == 8 else LANES_4
-    W: gl.constexpr = 32 // SIZE
     PART: gl.constexpr = D // 8
-    i_n = cluster_of(gl.program_id(0), SIZE).to(gl.int64)
-    o_c = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
-    o_w = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
+    i_n = cluster_of(gl.program_id(0)).to(gl.int64)
+    o_c = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
+    o_w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
     o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))
     o_e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, COLUMNS))))
-    i_part = o_c[:, None, None] * (W // 4) + o_w[None, :, None] // 4
-    within = o_c[:, None, None] * 0 + o_w[None, :, None] % 4 * 256 + o_l[None, None, :] * 8
-    o_d = (within + i_part * PART)[:, :, :, None] + o_e[None, None, None, :]
+    within = o_c[:, None, None] * 0 + o_w[None, :, None] * 256 + o_l[None, None, :] * 8
+    o_d = (within + o_c[:, None, None] * PART)[:, :, :, None] + o_e[None, None, None, :]
     inside = (within < PART)[:, :, :, None] & (o_e < 8)[None, None, None, :]
     if PDL:
         within = join_chain(within)
@@ -364,7 +341,7 @@ def attn_residual_cluster_kernel(
         p_x = p_x + s_row
     b_query = gl.load(query + o_d, mask=inside, other=0.0)
     b_norm = gl.load(norm + o_d, mask=inside, other=0.0)
-    room = open_room(within, SIZE)
+    room = open_room(within)
     factor = meet(room)[:, :, :, None] + o_e[None, None, None, :] * 0
     mask = 0 - factor
     wide = ()
@@ -375,7 +352,7 @@ def attn_residual_cluster_kernel(
         wide = wide + (b_x,)  # noqa: RUF005
         products = products + (gl.sum(b_x * b_query, 3),)  # noqa: RUF005
         squares = squares + (gl.sum(b_x * b_x, 3),)  # noqa: RUF005
-    sums = exchange(room, fold(products + squares, R), SIZE)
+    sums = exchange(room, fold(products + squares, R))
     # Lanes below 16 have a product, the others the square that goes with it. In powers of two.
     score = sums * (gl.rsqrt(other_half(sums) / D + eps) * LOG2_E)
     scores = ()
@@ -393,7 +370,7 @@ def attn_residual_cluster_kernel(
         sum_of_weights += weight
         mixed += weight[:, :, :, None] * wide[r]
     # Nobody divides by the weights' sum: the norm has no use for a factor, but for eps.
-    square = total_of(room, gl.sum(mixed * mixed, 3), SIZE)
+    square = total_of(room, gl.sum(mixed * mixed, 3))
     y = mixed * b_norm.to(gl.float32)
     y *= gl.rsqrt(square / D + eps * sum_of_weights * sum_of_weights)[:, :, :, None]
     gl.store(out + i_n * D + o_d, y.to(out.dtype.element_ty), mask=inside)

@@ -34,12 +34,12 @@ def attn_residual(
     eps: float,
     *,
     warps: int | None = None,
-    cluster: int | None = None,
+    cluster: bool = False,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`.
 
-    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon,
-    of so many multiprocessors.
+    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon
+    at any number of tokens.
     """
     check_shapes(rows, query, norm_weight)
     if rows.stride(-1) != 1:
@@ -51,7 +51,7 @@ def attn_residual(
     early = begins_early(rows)
     few = tokens <= FEW and warps is None and hopper_runs(rows.device)
     if cluster or (few and cluster_takes(rows, query, norm_weight)):
-        cluster_mix(rows, query, norm_weight, eps, out, early=early, size=cluster or 8)
+        cluster_mix(rows, query, norm_weight, eps, out, early=early)
         return out
     width = triton.next_power_of_2(d)
     attn_residual_kernel[(tokens,)](

@@ -42,22 +42,21 @@ def cluster_mix(
     out: torch.Tensor,
     *,
     early: bool,
-    size: int = 8,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Fill ``out``, [N, D]; the rest is as in :func:`k3vl.kernels.attn_residual.attn_residual`.
 
-    ``early``: see ``dependent.py``. ``size``: multiprocessors of a token, 4 or 8, to the same bits.
-    ``launch`` takes kernel, grid and arguments; None starts it on the device.
+    ``early``: see ``dependent.py``. ``launch`` takes kernel, grid and arguments; None starts it on
+    the device.
     """
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
-    constants = {"D": width, "R": depth, "SIZE": size, "PDL": early}
-    from k3vl.kernels.attn_residual.cluster_kernel import WARPS
+    constants = {"D": width, "R": depth, "PDL": early}
+    from k3vl.kernels.attn_residual.cluster_kernel import SIZE, WARPS
     from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 
     if launch is not None:
         launch(kernel, (tokens, 1, 1), *args, **constants)
         return
-    how: dict[str, Any] = {"num_warps": WARPS // size, "num_ctas": size, "launch_pdl": early}
+    how: dict[str, Any] = {"num_warps": WARPS, "num_ctas": SIZE, "launch_pdl": early}
     kernel[(tokens,)](*args, **constants, **how)

@@ -22,13 +22,13 @@ def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
 
 
 STAND_INS = {
-    "open_room": lambda _, _size: None,
+    "open_room": lambda _: None,
     "meet": lambda _: torch.full((1, 1, 32), 1 << 16),
     "widen": lambda x, _factor, _mask: x.float(),
-    "cluster_of": lambda i, _size: i,
+    "cluster_of": lambda i: i,
     "join_chain": lambda x: x,
-    "exchange": lambda _, x, _size: x.sum((0, 1), keepdim=True).expand(x.shape),
-    "total_of": lambda _, x, _size: x.sum().expand(x.shape),
+    "exchange": lambda _, x: x.sum((0, 1), keepdim=True).expand(x.shape),
+    "total_of": lambda _, x: x.sum().expand(x.shape),
     "fold": fold,
     "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
     "other_half": lambda x: x.roll(16, -1),
@@ -56,9 +56,9 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
     rows.copy_(torch.randn(depth, tokens, width))
     assert cluster_takes(rows, query, norm) is (dtype == torch.bfloat16)
     want = exactly(rows.double(), query.double(), norm.double())
-    for size, early in ((8, False), (4, True)):
+    for early in (False, True):
         out = torch.full((tokens, width), NAN).to(dtype)
-        cluster_mix(rows, query, norm, 1e-5, out, early=early, size=size, launch=on_cpu)
+        cluster_mix(rows, query, norm, 1e-5, out, early=early, launch=on_cpu)
         assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
 
 
@@ -84,27 +84,24 @@ def test_fold_brings_every_sum_to_its_lane(rows: int) -> None:
             assert got[lane] == (sum(numbers[first + i]) if i < rows else 0)
 
 
-def pieces(size: int, numbers: list[float]) -> list[tuple[Any, ...]]:
+def pieces(numbers: list[float]) -> list[tuple[Any, ...]]:
     from k3vl.kernels.attn_residual.cluster_kernel import EXCHANGE, FROM_LANE, MEET, OPEN, TOTAL
 
-    which = size // 8
     return [
-        (OPEN.value[which], [0] * 1024),
+        (OPEN.value, [0] * 1024),
         (MEET.value, 0),
-        (EXCHANGE.value[which], 0, numbers),
+        (EXCHANGE.value, 0, numbers),
         (FROM_LANE.value[3], 2),
-        (TOTAL.value[which], 0, numbers),
+        (TOTAL.value, 0, numbers),
     ]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("size", [4, 8])
-def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all(size: int, seed: int) -> None:
+def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all(seed: int) -> None:
     """Whoever comes first; nobody uses what is not there, waits for what does not come."""
     pytest.importorskip("triton.experimental.gluon")
     x = [float(i) for i in torch.randint(0, 100, (1024,))]
-    cluster = Cluster(size, 1024 // size, seed)
-    _, factors, sums, third, totals = cluster.run(*pieces(size, x))
+    _, factors, sums, third, totals = Cluster(8, 128, seed).run(*pieces(x))
     assert factors == [1 << 16] * 1024
     assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
     assert third == [sums[3]] * 1024
@@ -122,7 +119,7 @@ def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all(size: int, seed
 )
 def test_what_is_too_early_is_found(left_out: str, of: int, found: str) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    all_pieces = pieces(8, [1.0] * 1024)
+    all_pieces = pieces([1.0] * 1024)
     text, *inputs = all_pieces[of]
     assert left_out in text
     all_pieces[of] = (text.replace(left_out, ""), *inputs)
