@@ -17,7 +17,7 @@ from k3vl.kernels.attn_residual.mix_kernel import attn_residual_kernel
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
 
-FEW = 32
+FEW = 64
 """Up to so many tokens a cluster of multiprocessors takes each, where that kernel runs."""
 
 _NOT_FULL = 128

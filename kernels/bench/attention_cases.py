@@ -55,7 +55,7 @@ def attn_residual_cases() -> Iterator[Case]:
     """Nine rows of 7168, the most that K3 mixes."""
     depth, width = 9, 7168
     mixed = torch.compile(attn_residual_reference, dynamic=False)
-    for tokens in (1, 8, 32, 128, 2048, 8192):
+    for tokens in (1, 8, 32, 64, 128, 2048, 8192):
         rows = normal(depth, tokens, width)
         query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
         run = partial(attn_residual, rows, query, norm, 1e-5)
