@@ -17,8 +17,9 @@ KEY, WIDTH = 128, 4
 _COPY_ALIGNMENT = 16
 """Bytes: of the first state's address and of the way from one to the next, for the copy engine."""
 
-_PARTS = 2
-"""In which a state is fetched, so that the first is read while the other is on its way."""
+_PARTS, _PIECES = 2, 4
+"""A state lands in two parts, so that the first is read while the other is on its way; it is
+fetched and stored in four pieces, so that the first leaves while the next are computed."""
 
 _REGISTERS = 168
 """At most so many for a thread: three programs a multiprocessor, 64 KB of shared memory each."""
@@ -60,10 +61,11 @@ def hopper_step(
         early: it begins as soon as the launch before it lets it, and waits (``dependent``).
         launch: takes kernel, grid and arguments; None starts it on the device.
     """
-    constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "BOUNDED": bounded, "PDL": early}
+    constants: dict[str, Any] = {"K": KEY, "PARTS": _PARTS, "PIECES": _PIECES}
+    constants |= {"BOUNDED": bounded, "PDL": early}
     from k3vl.kernels.kda.step_hopper_kernel import kda_step_hopper_kernel as kernel
 
-    block = [1, KEY // _PARTS, KEY]
+    block = [1, KEY // _PIECES, KEY]
     if launch is not None:
         launch(kernel, (units, 1, 1), states, block, *args, **constants)
         return

@@ -1,17 +1,24 @@
 """One token of Kimi Delta Attention for compute capability 9.0, in Gluon.
 
 A program is one head of one sequence. Its state, 64 KB in one run of memory, is fetched by the copy
-engine into shared memory; so threads need no registers for it, and a multiprocessor holds three
-programs where it held two.
+engine into shared memory, where it is changed, and stored by it; so threads need no registers for
+it, and a multiprocessor holds three programs where it held two.
 """
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
+from k3vl.kernels.gluon_parts import (
+    begin_copy,
+    begin_store,
+    let_next_begin,
+    meet,
+    wait_for_inputs,
+    wait_for_stores,
+)
 
 
 @gluon.jit
@@ -62,14 +69,20 @@ def weighed(taps, b_conv, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def taps_of(p_x, p_window, s_tap, o_k):
+def taps_of(newest, p_window, s_tap, o_k):
     """The last four inputs of every channel, oldest first."""
     return (
         gl.load(p_window + o_k),
         gl.load(p_window + s_tap + o_k),
         gl.load(p_window + 2 * s_tap + o_k),
-        gl.load(p_x + o_k),
+        newest,
     )
+
+
+@gluon.jit
+def times(taps, one):
+    """Taps of one stream by a number of every channel."""
+    return (taps[0] * one, taps[1] * one, taps[2] * one, taps[3] * one)
 
 
 @gluon.jit
@@ -80,85 +93,113 @@ def carry_on(p_window, taps, s_tap, o_k):
 
 
 @gluon.jit
+def ask_for_descriptor():
+    """Fetch the descriptor, the first argument of ``kda_step_hopper_kernel``, beside the cell."""
+    gl.inline_asm_elementwise(
+        "{ .reg .b64 at; mov.b64 at, kda_step_hopper_kernel_param_0; cvta.param.u64 at, at; "
+        "prefetch.tensormap [at]; mov.u32 $0, 0; }",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def begin_state(
+    pool, cell, landed, buffer, K: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
+):
+    """Have a state brought to ``buffer`` in PIECES; each of PARTS barriers tells of its share."""
+    for i in gl.static_range(PIECES):
+        at = [cell, i * (K // PIECES), 0]
+        begin_copy(pool, at, landed.index(i * PARTS // PIECES), buffer.index(i))
+
+
+@gluon.jit
 def held(buffer, begin: gl.constexpr, ROWS: gl.constexpr, HELD: gl.constexpr, K: gl.constexpr):
-    """Some rows of a state that lies in ``buffer`` in parts of HELD rows."""
+    """Some rows of a state that lies in ``buffer`` in pieces of HELD rows."""
     return buffer.index(begin // HELD).reshape([HELD, K]).slice(begin % HELD, ROWS)
 
 
 @gluon.jit
+def row_of_head(qkv, gate, decay, write, conv, a_log, dt_bias, o_norm, i_h, H, K: gl.constexpr):
+    """What is read without knowing where the state lies; asked for, not used."""
+    P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    o_k = i_h * K + gl.arange(0, K, P)
+    newest = (gl.load(qkv + o_k), gl.load(qkv + H * K + o_k), gl.load(qkv + 2 * H * K + o_k))
+    o_c = i_h * K + gl.arange(0, K, gl.SliceLayout(1, FOUR))
+    p_conv = conv + o_c[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, FOUR))[None, :]
+    convs = (gl.load(p_conv), gl.load(p_conv + H * K * 4), gl.load(p_conv + 2 * H * K * 4))
+    b_decay, b_bias, b_gate = gl.load(decay + o_k), gl.load(dt_bias + o_k), gl.load(gate + o_k)
+    b_norm = gl.load(o_norm + gl.arange(0, K, P))
+    # A number of the head's, in every thread.
+    p_log, p_write = a_log + i_h + o_k * 0, write + i_h + o_k * 0
+    return newest, convs, b_decay, b_bias, b_gate, b_norm, gl.load(p_log), gl.load(p_write)
+
+
+@gluon.jit
 def advance(
-    buffer,
+    pool,
+    cell,
     landed,
+    buffer,
     m_row,
     m_sum,
-    qkv,
-    gate,
-    decay,
-    write,
-    conv,
-    a_log,
-    dt_bias,
-    o_norm,
+    m_one,
+    given,
     p_window,
-    p_state,
-    out,
-    s_qkv,
-    s_gate,
-    s_decay,
-    s_write,
+    p_out,
     s_tap,
     s_stream,
     eps,
     lower_bound,
-    H,
-    i_b,
-    i_h,
     K: gl.constexpr,
     PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):
     """Advance one head of one sequence, whose state lands in PARTS, key channels in order.
 
-    Vectors have a channel a thread; ``m_row`` brings them to where the state's rows and columns
-    are. Keys and queries get their length last: of q~ = q / |q| the mixture is
-    ``(S^T q) / |q|``, so the threads meet once before the state is read.
+    Vectors, those ``given`` too (:func:`row_of_head`), have a channel a thread; ``m_row`` brings
+    them to where the state's rows and columns are; ``m_one`` has ones. Keys and queries get their
+    length last: of q~ = q / |q| the mixture is ``(S^T q) / |q|``, so the threads meet once before
+    the state is read.
     """
     P: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     S: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [1, 4], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     PART: gl.constexpr = 16
+    HELD: gl.constexpr = K // PIECES
     o_k = gl.arange(0, K, P)
-    column = i_h * K
-    x = qkv + i_b * s_qkv + column
-    q_taps = taps_of(x, p_window, s_tap, o_k)
-    k_taps = taps_of(x + H * K, p_window + s_stream, s_tap, o_k)
-    v_taps = taps_of(x + 2 * H * K, p_window + 2 * s_stream, s_tap, o_k)
-    o_c = gl.arange(0, K, gl.SliceLayout(1, FOUR))
-    o_j = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
-    p_conv = conv + column * 4 + o_c[:, None] * 4 + o_j[None, :]
-    q_conv = gl.load(p_conv)
-    k_conv = gl.load(p_conv + H * K * 4)
-    v_conv = gl.load(p_conv + 2 * H * K * 4)
-    logits = gl.load(decay + i_b * s_decay + column + o_k).to(gl.float32)
-    bias = gl.load(dt_bias + column + o_k)
-    open_to = gl.load(gate + i_b * s_gate + column + o_k).to(gl.float32)
-    norm = gl.load(o_norm + o_k)
-    rate = gl.exp(gl.load(a_log + i_h))
-    beta = sigmoid(gl.load(write + i_b * s_write + i_h).to(gl.float32))
+    newest, convs, b_decay, b_bias, b_gate, b_norm, b_log, b_write = given
+    q_taps = taps_of(newest[0], p_window, s_tap, o_k)
+    k_taps = taps_of(newest[1], p_window + s_stream, s_tap, o_k)
+    v_taps = taps_of(newest[2], p_window + 2 * s_stream, s_tap, o_k)
+    # Behind the window, which would wait for 64 KB otherwise. All that was loaded gets a factor of
+    # one from behind the copies: or the assembler waits for it before it begins them.
+    begin_state(pool, cell, landed, buffer, K, PARTS, PIECES)
+    meet()
+    one = m_one.load(P)
+    q_taps = times(q_taps, one)
+    k_taps = times(k_taps, one)
+    v_taps = times(v_taps, one)
+    b_decay *= one
+    b_gate *= one
+    b_write *= one
+    b_log *= one.to(gl.float32)
+    rate = gl.exp(b_log)
+    beta = sigmoid(b_write.to(gl.float32))
 
-    b_q = weighed(q_taps, q_conv, P)
-    b_k = weighed(k_taps, k_conv, P)
-    alpha = decay_factor(logits + bias, rate, lower_bound, BOUNDED)
+    b_q = weighed(q_taps, convs[0], P)
+    b_k = weighed(k_taps, convs[1], P)
+    alpha = decay_factor(b_decay.to(gl.float32) + b_bias, rate, lower_bound, BOUNDED)
     written = beta * b_k
     m_row[0].store(b_k * alpha)
     m_row[1].store(b_q * alpha)
     m_row[2].store(alpha)
     m_row[3].store(written)
-    m_row[4].store(weighed(v_taps, v_conv, P))
-    m_row[5].store(norm * sigmoid(open_to))
+    m_row[4].store(weighed(v_taps, convs[2], P))
+    m_row[5].store(b_norm * sigmoid(b_gate.to(gl.float32)))
     m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
     m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
     m_sum[2].store(gl.sum(gl.reshape(b_q * written, [4, K // 4]), 1))
@@ -171,31 +212,34 @@ def advance(
     k_scale = gl.rsqrt(gl.sum(m_sum[1].load(ALL), 0) + 1e-6)
     overlap = gl.sum(m_sum[2].load(ALL), 0) * q_scale * k_scale
 
-    HELD: gl.constexpr = K // PARTS
     by_k = gl.zeros([PART, K], gl.float32, S)
     by_q = gl.zeros([PART, K], gl.float32, S)
     for i in gl.static_range(K // PART):
-        if i * PART % HELD == 0:
-            mbarrier.wait(landed.index(i * PART // HELD), 0)
+        if i * PART % (K // PARTS) == 0:
+            mbarrier.wait(landed.index(i * PART // (K // PARTS)), 0)
         b_s = held(buffer, i * PART, PART, HELD, K).load(S)
         by_k += b_s * m_row[0].slice(i * PART, PART).load(ROW)[:, None]
         by_q += b_s * m_row[1].slice(i * PART, PART).load(ROW)[:, None]
     # Both reads of the decayed state before the write: S^T q after it is S'^T q + (k . q) u.
     u = m_row[4].load(COLUMN) - k_scale * gl.sum(by_k, 0)
     o = q_scale * gl.sum(by_q, 0) + overlap * u
-    step = k_scale * u
     o_v = gl.arange(0, K, COLUMN)
-    o_r = gl.arange(0, PART, ROW)
-    p_tile = p_state + o_r[:, None] * K + o_v[None, :]
-    for i in gl.static_range(K // PART):
-        b_s = held(buffer, i * PART, PART, HELD, K).load(S)
-        kept = m_row[2].slice(i * PART, PART).load(ROW)
-        added = m_row[3].slice(i * PART, PART).load(ROW)
-        b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
-        gl.store(p_tile + i * PART * K, b_s)
+    # Before the state is stored, behind which it would wait.
     scale = gl.rsqrt(gl.sum(o * o, 0) / K + eps)
     y = o * scale * m_row[5].load(COLUMN)
-    gl.store(out + i_b * H * K + column + o_v, y.to(out.dtype.element_ty))
+    gl.store(p_out + o_v, y.to(p_out.dtype.element_ty))
+    step = k_scale * u
+    for i in gl.static_range(PIECES):
+        kept = m_row[2].slice(i * HELD, HELD).load(ROW)
+        added = m_row[3].slice(i * HELD, HELD).load(ROW)
+        b_s = held(buffer, i * HELD, HELD, HELD, K).load(S)
+        b_s = b_s * kept[:, None] + added[:, None] * step[None, :]
+        held(buffer, i * HELD, HELD, HELD, K).store(b_s)
+        fence_async_shared()
+        meet()
+        begin_store(pool, [cell, i * HELD, 0], buffer.index(i))
+    # From the first of them on nothing may ask for shared memory: it would get the buffer's.
+    wait_for_stores(0)
 
 
 @gluon.jit
@@ -227,42 +271,48 @@ def kda_step_hopper_kernel(
     H,
     K: gl.constexpr,
     PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
     BOUNDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program advances one head of one sequence; a cell below 0 is padding: zeros.
 
-    ``pool`` describes blocks [1, K / PARTS, K] of ``states``: the first are read while others are
-    on their way. For the rest see ``kda_step_kernel``.
+    ``pool``, the first argument, describes blocks [1, K / PIECES, K] of ``states``. What is left of
+    ``states`` itself and of its stride is for other kernels: see ``kda_step_kernel``.
     """
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 32, 3)
     V: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if PDL:
         let_next_begin()
+    ask_for_descriptor()
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PARTS):
         mbarrier.init(landed.index(i), count=1)
+    m_one = gl.allocate_shared_memory(gl.bfloat16, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    m_one.store(gl.full([K], 1.0, gl.bfloat16, V))
     meet()
+    for i in gl.static_range(PARTS):
+        mbarrier.expect(landed.index(i), K // PARTS * K * 4)
     if PDL:
         wait_for_inputs()
     i_b = (gl.program_id(0) // H).to(gl.int64)
     i_h = gl.program_id(0) % H
     cell = gl.load(cells + i_b * s_cells + i_h)
+    given = row_of_head(
+        qkv + i_b * s_qkv, gate + i_b * s_gate, decay + i_b * s_decay, write + i_b * s_write,
+        conv, a_log, dt_bias, o_norm, i_h, H, K,
+    )  # fmt: skip
+    # Or the compiler asks for the row where it is used.
+    meet()
+    p_out = out + (i_b * H + i_h) * K
     if cell >= 0:
-        HELD: gl.constexpr = K // PARTS
-        buffer = gl.allocate_shared_memory(gl.float32, [PARTS, 1, HELD, K], PLAIN)
-        for i in gl.static_range(PARTS):
-            mbarrier.expect(landed.index(i), HELD * K * 4)
-            begin_copy(pool, [cell.to(gl.int32), i * HELD, 0], landed.index(i), buffer.index(i))
-        # Or the assembler begins it when the loads that come next have been waited for.
-        meet()
+        buffer = gl.allocate_shared_memory(gl.float32, [PIECES, 1, K // PIECES, K], PLAIN)
         m_row, m_sum = vectors(K)
         advance(
-            buffer, landed, m_row, m_sum, qkv, gate, decay, write, conv, a_log, dt_bias, o_norm,
-            windows + cell * s_window, states + cell * s_state, out, s_qkv, s_gate, s_decay,
-            s_write, s_tap, s_stream, eps, lower_bound, H, i_b, i_h, K, PARTS, BOUNDED,
+            pool, cell.to(gl.int32), landed, buffer, m_row, m_sum, m_one, given,
+            windows + cell * s_window, p_out, s_tap, s_stream, eps, lower_bound,
+            K, PARTS, PIECES, BOUNDED,
         )  # fmt: skip
     else:
         o_v = gl.arange(0, K, V)
-        zero = gl.zeros([K], out.dtype.element_ty, V)
-        gl.store(out + i_b * H * K + i_h * K + o_v, zero)
+        gl.store(p_out + o_v, gl.zeros([K], out.dtype.element_ty, V))

@@ -122,6 +122,13 @@ class Descriptor:
         whole[tuple(slice(size) for size in part.shape)] = part
         return whole
 
+    def write(self, block: torch.Tensor, *begins: int) -> None:
+        """A block that lies inside."""
+        part = self.tensor
+        for axis, (begin, size) in enumerate(zip(begins, self.block, strict=True)):
+            part = part.narrow(axis, begin, size)
+        part.copy_(block)
+
 
 class Barrier:
     """Completes a phase when all have arrived and all announced bytes are there."""
@@ -340,6 +347,31 @@ class _Copies:
             target.store(block)
 
 
+class _Stores:
+    """Copies out of shared memory: made when they are waited for, and all have to be."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Descriptor, list[Any], Shared]] = []
+
+    def begin(self, target: Descriptor, at: list[Any], source: Shared) -> None:
+        assert source.tensor.shape == target.block
+        with _meeting:
+            if one := group():
+                for cell in source.cells:
+                    cell.begin_product(one)
+        self.begun.append((target, at, source))
+
+    def wait(self, outstanding: int) -> None:
+        while len(self.begun) > outstanding:
+            target, at, source = self.begun.pop(0)
+            target.write(source.tensor, *(int(x) for x in at))
+            with _meeting:
+                if one := group():
+                    now = one.tick()
+                    for cell in source.cells:
+                        cell.end_product(now)
+
+
 class _OfTriton:
     """Of ``triton.language`` what functions of it use that Gluon kernels call."""
 
@@ -469,7 +501,7 @@ def launch(
     }
     pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
     for program in itertools.product(*(range(size) for size in grid)):
-        copies, turns = _Copies(), _Turns()
+        copies, stores, turns = _Copies(), _Stores(), _Turns()
         _failed.clear()
         become(Group("all") if ordered else None)
         names = {
@@ -479,6 +511,8 @@ def launch(
                 init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: None
             ),
             "begin_copy": _copy,
+            "begin_store": stores.begin,
+            "wait_for_stores": stores.wait,
             "meet": _meet,
             "take_turn": turns.take,
             "give_turn": turns.give,
@@ -498,3 +532,4 @@ def launch(
         names.update(stand_ins or {})
         names[kernel.fn.__name__](*pointers, **constants)
         assert not any(turns.given.values()), "a turn that nobody takes"
+        assert not stores.begun, "a program has ended before its copies"

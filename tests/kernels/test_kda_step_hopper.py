@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,13 +43,18 @@ def pool(cells: int) -> tuple[torch.Tensor, torch.Tensor]:
     return windows.view(cells, 3, 3, KEY), states.view(cells, KEY, KEY)
 
 
-def run(weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor) -> torch.Tensor:
+def run(
+    weights: KDAWeights, args: Any, memory: Any, cells: torch.Tensor, changed: Any = None
+) -> torch.Tensor:
+    """By the kernel, or by that of a ``changed`` module; all accesses of shared memory ordered."""
     from k3vl.kernels.kda.gpu import step_arguments
     from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
     def on_cpu(kernel, grid, states, block, *args, **constants) -> None:
-        launch(kernel, grid, Descriptor(states, tuple(block)), *args, **constants)
+        kernel = changed.kda_step_hopper_kernel if changed else kernel
+        states = Descriptor(states, tuple(block))
+        launch(kernel, grid, states, *args, ordered=True, **constants)
 
     assert hopper_steps(args[0], weights, *memory)
     out = torch.full(args[1].shape, NAN).bfloat16()
@@ -97,6 +105,55 @@ def test_kernel_is_its_reference(lower_bound: float | None) -> None:
     single = run(weights, [x[2:3] for x in args], alone, cells[2:3])
     assert torch.equal(single, got[2:3])
     assert torch.equal(alone[1][cells[2]], states[cells[2]])
+
+
+# What orders threads and the copy engine: a line to leave out, found by the text before it.
+ORDER = [
+    ("        if i * PART % (K // PARTS) == 0:\n", "mbarrier.wait(*, 0)"),
+    ("HELD, HELD, K).store(b_s)\n", "fence_async_shared()"),
+    ("        fence_async_shared()\n", "meet()"),
+]
+
+
+@pytest.mark.parametrize(("before", "left_out"), ORDER)
+def test_whatever_is_left_out_of_the_order_is_a_race(
+    tmp_path: Path, before: str, left_out: str
+) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.kda import step_hopper_kernel
+    from tests.kernels.ordering import RaceError, module_of
+
+    text = Path(step_hopper_kernel.__file__).read_text(encoding="utf-8")
+    line = re.escape(left_out).replace(re.escape("*"), ".*")
+    text, found = re.subn(f"({re.escape(before)} *){line}\n", r"\1pass\n", text)
+    assert found == 1
+    changed = module_of(text, tmp_path)
+    memory = pool(HEADS)
+    with pytest.raises(RaceError):
+        run(layer(-5.0), inputs(1), memory, torch.arange(HEADS)[None], changed)
+
+
+def test_no_program_ends_before_its_state_is_stored(tmp_path: Path) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.kda import step_hopper_kernel
+    from tests.kernels.ordering import module_of
+
+    text = Path(step_hopper_kernel.__file__).read_text(encoding="utf-8")
+    assert text.count("    wait_for_stores(0)\n") == 1
+    changed = module_of(text.replace("    wait_for_stores(0)\n", ""), tmp_path)
+    with pytest.raises(AssertionError, match="ended before"):
+        run(layer(-5.0), inputs(1), pool(HEADS), torch.arange(HEADS)[None], changed)
+
+
+def test_the_descriptor_is_asked_for_by_its_name() -> None:
+    """Machine language names the kernel's first argument, which is the descriptor."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.kda import step_hopper_kernel
+
+    kernel = step_hopper_kernel.kda_step_hopper_kernel.fn
+    assert next(iter(inspect.signature(kernel).parameters)) == "pool"
+    text = Path(step_hopper_kernel.__file__).read_text(encoding="utf-8")
+    assert text.count(f"{kernel.__name__}_param_0;") == 1
 
 
 def test_what_the_kernel_does_not_take() -> None:
