@@ -13,7 +13,14 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.kda import check_shapes
-from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_takes, hopper_walk
+from k3vl.kernels.kda.hopper import (
+    HopperShape,
+    Prepare,
+    Walk,
+    hopper_prepare,
+    hopper_takes,
+    hopper_walk,
+)
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
@@ -33,8 +40,6 @@ _MANY_HEADS = 64
 With 12 heads halves take 311 us and wholes 404, with 96 they take 1,087 and 991 (T8192; halves too
 with joined products); nothing between is measured.
 """
-_REGISTERS = 128
-"""At most so many for a thread of the parallel kernel on Hopper: four programs a multiprocessor."""
 
 
 class Snapshots(NamedTuple):
@@ -202,12 +207,14 @@ def prefill_launches(
     )
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if isinstance(layout, HopperShape):
+        prepare = partial(_prepare_on_hopper, work)
         walk = partial(_walk_on_hopper, work, layout, out)
     else:
+        prepare = partial(_prepare, work)
         walk = partial(_walk, work, layout, out)
     launches: dict[str, Callable[[], None]] = {
         "begin": partial(_begin, work),
-        "prepare": partial(_prepare, work),
+        "prepare": prepare,
         "walk": walk,
     }
     if layout.values < key:
@@ -313,6 +320,7 @@ def _prepare(work: _Work) -> None:
     windows, _, cells, cu_seqlens, ends = work.pool
     half = work.chunks.u.dtype != torch.float32
     heads, layout = cells.shape[1], work.layout
+    assert isinstance(layout, PrefillShape)
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
@@ -326,13 +334,31 @@ def _prepare(work: _Work) -> None:
         LEVELS=CHUNK.bit_length() - 1,
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
-        MINUS_W=isinstance(layout, HopperShape),
+        MINUS_W=False,
         PDL=work.early,
         **work.common,
         num_warps=4,
-        maxnreg=_REGISTERS if isinstance(layout, HopperShape) else layout.registers,
+        maxnreg=layout.registers,
         launch_pdl=work.early,
     )
+
+
+def _prepare_on_hopper(work: _Work) -> None:
+    """As :func:`_prepare`."""
+    qkv, _, decay, write = work.inputs
+    windows, _, *places = work.pool
+    weights = work.weights
+    assert weights.lower_bound is not None
+    prepare = Prepare(
+        inputs=(qkv, decay, write),
+        weights=(work.taps, weights.a_log, weights.dt_bias),
+        pool=(windows, *places),
+        chunks=work.chunks,
+        lower_bound=weights.lower_bound,
+        searched=work.searched,
+        chunk=CHUNK,
+    )
+    hopper_prepare(prepare, early=work.early)
 
 
 def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None:

@@ -45,6 +45,65 @@ def hopper_takes(
     )
 
 
+class Prepare(NamedTuple):
+    """One launch of the parallel kernel.
+
+    Attributes:
+        inputs: qkv, decay and write of the projections.
+        weights: halved taps of the convolution [W, 3 H K], a_log and dt_bias, float32.
+        pool: windows, cells, cu_seqlens and ends.
+        chunks: what it writes: wq, u, kl, scores and gamma.
+        lower_bound: of the decays' logarithms, -5 or above.
+        searched: a power of two from the number of sequences on.
+        chunk: tokens of a chunk.
+    """
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    pool: tuple[torch.Tensor, ...]
+    chunks: tuple[torch.Tensor, ...]
+    lower_bound: float
+    searched: int
+    chunk: int
+
+
+def hopper_prepare(
+    prepare: Prepare, *, early: bool, launch: Callable[..., None] | None = None
+) -> None:
+    """Fill ``chunks``; ``launch`` as in :func:`hopper_walk`."""
+    qkv, decay, write = prepare.inputs
+    windows, cells, cu_seqlens, ends = prepare.pool
+    wq, u, kl, scores, gamma = prepare.chunks
+    (sequences, heads), chunk = cells.shape, prepare.chunk
+    blocks = ((wq, [chunk, KEY]), (u, [KEY, chunk]), (scores, [chunk, chunk]))
+    matrices = [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
+    args: tuple[Any, ...] = (
+        *(qkv, decay, write, *prepare.weights, windows, cells, cu_seqlens, ends, wq, kl, gamma),
+        *(write.stride(0), cells.stride(0), *windows.stride()[:3], prepare.lower_bound, sequences),
+    )
+    constants: dict[str, Any] = {
+        "S_QKV": qkv.stride(0),
+        "S_DECAY": decay.stride(0),
+        "H": heads,
+        "BS": prepare.searched,
+        "C": chunk,
+        "R": 8,
+        "LEVELS": chunk.bit_length() - 1,
+        "K": KEY,
+        "W": windows.shape[1] + 1,
+        "PDL": early,
+    }
+    grid = (heads, u.numel() // (heads * KEY * chunk), 1)
+    from k3vl.kernels.kda.prepare_hopper_kernel import kda_prepare_hopper_kernel as kernel
+
+    if launch is not None:
+        launch(kernel, grid, matrices, *args, **constants)
+        return
+    # Four programs a multiprocessor.
+    options = {"num_warps": 4, "maxnreg": 128, "launch_pdl": early}
+    kernel[grid](*_described(matrices), *args, **constants, **options)
+
+
 class Walk(NamedTuple):
     """One launch of the sequential kernel.
 

@@ -100,7 +100,10 @@ def prepare(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def walk(
-    call: Call, shape: Any, snapshots: tuple[torch.Tensor, torch.Tensor] | None = None
+    call: Call,
+    shape: Any,
+    snapshots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    chunks: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, windows and states behind the kernel."""
     from k3vl.kernels.kda.hopper import Walk, hopper_walk
@@ -113,7 +116,7 @@ def walk(
     windows, states = call.windows.clone(), call.states.clone()
     out = torch.full_like(call.inputs[1], float("nan")).contiguous()
     job = Walk(
-        chunks=prepare(call),
+        chunks=chunks or prepare(call),
         inputs=call.inputs[:2],
         o_norm=call.weights.o_norm,
         pool=(windows, states, call.cells, call.cu_seqlens, call.ends),

@@ -1,0 +1,57 @@
+"""The parallel kernel of KDA prefill in Gluon, on a CPU: against the definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.test_kda_hopper import BF16, CHUNK, HEADS, KEY, Call, expected, make_call, prepare, walk
+
+
+def prepared(call: Call) -> tuple[torch.Tensor, ...]:
+    from k3vl.kernels.kda.hopper import Prepare, hopper_prepare
+    from tests.kernels.gluon_on_cpu import Descriptor, launch
+
+    def on_cpu(kernel: Any, grid: Any, matrices: Any, *args: Any, **constants: Any) -> None:
+        described = (Descriptor(x, tuple(block)) for x, block in matrices)
+        launch(kernel, grid, *described, *args, **constants)
+
+    slots = int(call.cu_seqlens[-1]) // CHUNK + len(call.ends)
+    sizes = ((2 * CHUNK, KEY), (KEY, CHUNK), (CHUNK, KEY), (CHUNK, CHUNK))
+    chunks = tuple(torch.full((slots * HEADS, *x), float("nan"), dtype=BF16) for x in sizes)
+    gamma = torch.full((slots * HEADS, KEY), float("nan"))
+    qkv, _, decay, write = call.inputs
+    weights = call.weights
+    hopper_prepare(
+        Prepare(
+            inputs=(qkv, decay, write),
+            weights=((weights.conv.t() / 2).contiguous(), weights.a_log, weights.dt_bias),
+            pool=(call.windows, call.cells, call.cu_seqlens, call.ends),
+            chunks=(*chunks, gamma),
+            lower_bound=-5.0,
+            searched=16,
+            chunk=CHUNK,
+        ),
+        early=True,
+        launch=on_cpu,
+    )
+    return *chunks, gamma
+
+
+def test_kernel_and_walk_are_their_reference() -> None:
+    """Odd lengths, padding of NaN, whole chunks of padding, windows anywhere."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.kda.hopper import HopperShape
+
+    torch.manual_seed(3)
+    call = make_call([1, 2, 33, 64, 100, 31], [0, 3, 0, 0, 40, 70])
+    chunks = prepared(call)
+    for got, want in zip(chunks, prepare(call), strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+    got, _, states = walk(call, HopperShape(128, 3), chunks=chunks)
+    want, _, want_states = expected(call)
+    print((got - want).norm() / want.norm(), (states - want_states).norm() / want_states.norm())
+    assert (got - want).norm() <= 1e-2 * want.norm()
+    assert (states - want_states).norm() <= 8e-3 * want_states.norm()
