@@ -23,7 +23,7 @@ from k3vl.kernels.gluon_parts import (
     wait_for_inputs,
     wait_for_stores,
 )
-from k3vl.kernels.kda.hopper_kernels import widen
+from k3vl.kernels.kda.hopper_kernels import reciprocal, widen
 
 
 @gluon.jit
@@ -153,20 +153,20 @@ def invert(mix, m_below, m_half, o_i, o_j, C: gl.constexpr, LEVELS: gl.constexpr
     inverse = gl.where(o_i == o_j, 1.0, 0.0) - gl.where(o_i >> 1 == o_j >> 1, mix, 0.0)
     for level in gl.static_range(1, LEVELS):
         below = (o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level > o_j >> level)
-        m_below.index(level - 1).store(gl.where(below, -mix, 0.0).to(gl.float16))
+        m_below[level - 1].store(gl.where(below, -mix, 0.0).to(gl.float16))
     fence_async_shared()
     meet()
     for level in gl.static_range(1, LEVELS):
         half = inverse.to(gl.float16)
-        m_half.index(level - 1).store(half)
+        m_half[level - 1].store(half)
         fence_async_shared()
         left = gl.convert_layout(in_turns(half, none, C, C), LEFT)
-        step = warpgroup_mma(left, m_below.index(level - 1), zero, use_acc=False, is_async=True)
+        step = warpgroup_mma(left, m_below[level - 1], zero, use_acc=False, is_async=True)
         step, _ = apart(warpgroup_mma_wait(0, [step]), C, C)
         step = gl.convert_layout(step, OWN).to(gl.float16)
         left = gl.convert_layout(in_turns(step, none, C, C), LEFT)
         meet()
-        step = warpgroup_mma(left, m_half.index(level - 1), zero, use_acc=False, is_async=True)
+        step = warpgroup_mma(left, m_half[level - 1], zero, use_acc=False, is_async=True)
         step, _ = apart(warpgroup_mma_wait(0, [step]), C, C)
         inverse += gl.convert_layout(step, OWN)
     return inverse
@@ -198,7 +198,6 @@ def one_chunk(
     SOLVES: gl.constexpr = gl.DotOperandLayout(0, SOLVED, 2)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SHORT: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    SHORTH: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     o_g = gl.arange(0, G, gl.SliceLayout(1, ROWS))[:, None]
@@ -243,7 +242,6 @@ def one_chunk(
     # stays above -5, so neither factor leaves exp(+-80) in 32 tokens. What else is needed (from
     # the start, to the end) is such a factor times a vector.
     from_middle = before * bound - whole * 0.5
-    to_back = whole * 0.5 - before * bound
     to_middle = gl.exp2(whole * 0.5)
     gl.store(gamma + (block * K + o_k), gl.exp2(whole))
     m_middle = gl.allocate_shared_memory(gl.float32, [1, K], LINE)
@@ -252,14 +250,24 @@ def one_chunk(
     keys = convolved(k_rows, k_taps, R, W)
     q_rows = load_rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
     q_taps = load_taps(conv, o_g, o_k, 3 * H * K, W)
+    ups = ()
     k_ups = ()
     k_downs = ()
     for s in gl.static_range(R):
-        decayed = gl.fma(totals[s], bound + gl.zeros_like(running), from_middle)
-        k_ups = k_ups + (narrow(keys[s] * gl.exp2(decayed)),)
-        k_down = keys[s] * gl.exp2(gl.fma(totals[s], gl.zeros_like(running) - bound, to_back))
+        up = gl.exp2(gl.fma(totals[s], bound + gl.zeros_like(running), from_middle))
+        ups = ups + (up,)
+        k_ups = k_ups + (narrow(keys[s] * up),)
+        k_down = keys[s] * reciprocal(up)
         k_downs = k_downs + (narrow(k_down),)
         gl.store(kl + (block * C * K + s * K + o_gk), narrow(k_down * to_middle))
+    o_i = gl.arange(0, C, gl.SliceLayout(1, OWN))
+    if FULL:
+        beta = gl.load(write + o_i * s_write)
+    else:
+        beta = gl.load(write + o_i * s_write, mask=o_i < count, other=float("-inf"))
+    beta = reciprocal(1.0 + gl.exp2(beta.to(gl.float32) * -1.4426950408889634))
+    m_beta = gl.allocate_shared_memory(gl.float32, [C], LINE)
+    m_beta.store(beta)
     k_up = stacked(k_ups, G, K)
     m_down = gl.allocate_shared_memory(gl.bfloat16, [C, K], WIDE)
     m_down.store(stacked(k_downs, G, K))
@@ -271,47 +279,39 @@ def one_chunk(
     for s in gl.static_range(R):
         q = queries[s]
         q *= (gl.rsqrt(gl.sum(q * q, 1) + 1e-6) * (K**-0.5))[:, None]
-        q *= gl.exp2(gl.fma(totals[s], bound + gl.zeros_like(running), from_middle))
+        q *= ups[s]
         q_ups = q_ups + (narrow(q),)
         gl.store(wq + (block * (2 * C * K) + (C + s) * K + o_gk), narrow(q * to_middle))
     m_up = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
+    # Here, not where it is written: what a product still reads is not its memory then.
+    m_kv = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
     m_up.store(in_turns(k_up, stacked(q_ups, G, K), C, K))
     fence_async_shared()
     meet()
     both = gl.zeros([2 * C, C], gl.float32, SCORED)
     both = warpgroup_mma(m_up, m_down.permute((1, 0)), both, use_acc=False, is_async=True)
-    o_i = gl.arange(0, C, gl.SliceLayout(1, OWN))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, OWN))
-    if FULL:
-        beta = gl.load(write + o_i * s_write).to(gl.float32)
-        beta_j = gl.load(write + o_j * s_write).to(gl.float32)
-        beta, beta_j = 1.0 / (1.0 + gl.exp(-beta)), 1.0 / (1.0 + gl.exp(-beta_j))
-    else:
-        beta = gl.load(write + o_i * s_write, mask=o_i < count, other=0.0).to(gl.float32)
-        beta_j = gl.load(write + o_j * s_write, mask=o_j < count, other=0.0).to(gl.float32)
-        beta = gl.where(o_i < count, 1.0 / (1.0 + gl.exp(-beta)), 0.0)
-        beta_j = gl.where(o_j < count, 1.0 / (1.0 + gl.exp(-beta_j)), 0.0)
     values = convolved(v_rows, v_taps, R, W)
     v = ()
     for s in gl.static_range(R):
         v = v + (narrow(values[s]),)
-    m_kv = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
     m_kv.store(in_turns(k_up, stacked(v, G, K), C, K))
     both = warpgroup_mma_wait(0, [both])
     mix, read = apart(both, C, C)
     mix, read = gl.convert_layout(mix, OWN), gl.convert_layout(read, OWN)
-    o_i, o_j = o_i[:, None], o_j[None, :]
+    o_i, o_j = o_i[:, None], gl.arange(0, C, gl.SliceLayout(0, OWN))[None, :]
     m_scores = gl.allocate_shared_memory(gl.bfloat16, [C, C], SHORT)
     m_scores.store(gl.where(o_i >= o_j, read, 0.0).to(gl.bfloat16))
     left = gl.rsqrt(gl.sum(gl.where(o_i == o_j, mix, 0.0), 1) + 1e-6)
     right = gl.convert_layout(left, gl.SliceLayout(0, OWN))
     mix = gl.where(o_i > o_j, mix * (left * beta)[:, None] * right[None, :], 0.0)
     # Write strengths, lengths and the way to the middle are factors of the small matrices.
-    m_below = gl.allocate_shared_memory(gl.float16, [LEVELS - 1, C, C], SHORTH)
-    m_half = gl.allocate_shared_memory(gl.float16, [LEVELS - 1, C, C], SHORTH)
+    m_below = ()  # memory of their own, as the compiler has barriers for parts of one
+    m_half = ()
+    for _ in gl.static_range(LEVELS - 1):
+        m_below = m_below + (gl.allocate_shared_memory(gl.float16, [C, C], SHORT),)
+        m_half = m_half + (gl.allocate_shared_memory(gl.float16, [C, C], SHORT),)
     solve = invert(mix, m_below, m_half, o_i, o_j, C, LEVELS, OWN)
-    begin_store(t_scores, [at * C, 0], m_scores)
-    solve = solve * beta_j[None, :] * left[:, None]
+    solve = solve * m_beta.load(gl.SliceLayout(0, OWN))[None, :] * left[:, None]
     solves = one_by_other(
         (solve * right[None, :]).to(gl.bfloat16), solve.to(gl.bfloat16), C
     )
@@ -329,6 +329,7 @@ def one_chunk(
     meet()
     begin_store(t_wq, [at * (2 * C), 0], m_w)
     begin_store(t_u, [at * K, 0], m_u)
+    begin_store(t_scores, [at * C, 0], m_scores)
     wait_for_stores(0)
 
 
