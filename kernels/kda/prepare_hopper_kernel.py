@@ -139,7 +139,9 @@ def one_by_other(a, b, C: gl.constexpr):
 
 
 @gluon.jit
-def invert(mix, m_below, m_half, o_i, o_j, C: gl.constexpr, LEVELS: gl.constexpr, OWN: gl.constexpr):
+def invert(
+    mix, m_below, m_half, o_i, o_j, C: gl.constexpr, LEVELS: gl.constexpr, OWN: gl.constexpr
+):
     """(I + mix)^-1 of a strictly lower triangle, by doubling: two inverted blocks make one.
 
     Of blocks A and B and what is below, N: -B N A. No entry of the inverse, nor of the products on
@@ -224,7 +226,9 @@ def one_chunk(
     running = gl.zeros([G, K], gl.float32, ROWS)
     totals = ()
     for s in gl.static_range(R):
-        root = gl.fma(widen(logits[s]), rate + gl.zeros_like(running), bias + gl.zeros_like(running))
+        root = gl.fma(
+            widen(logits[s]), rate + gl.zeros_like(running), bias + gl.zeros_like(running)
+        )
         root = gl.rsqrt(1.0 + gl.exp2(root))
         running = gl.fma(root, root, running)
         totals = totals + (running,)
@@ -312,9 +316,7 @@ def one_chunk(
         m_half = m_half + (gl.allocate_shared_memory(gl.float16, [C, C], SHORT),)
     solve = invert(mix, m_below, m_half, o_i, o_j, C, LEVELS, OWN)
     solve = solve * m_beta.load(gl.SliceLayout(0, OWN))[None, :] * left[:, None]
-    solves = one_by_other(
-        (solve * right[None, :]).to(gl.bfloat16), solve.to(gl.bfloat16), C
-    )
+    solves = one_by_other((solve * right[None, :]).to(gl.bfloat16), solve.to(gl.bfloat16), C)
     wu = gl.zeros([2 * C, K], gl.float32, SOLVED)
     solves = gl.convert_layout(solves, SOLVES)
     wu = warpgroup_mma(solves, m_kv, wu, use_acc=False, is_async=True)

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_kda_hopper import BF16, CHUNK, HEADS, KEY, Call, expected, make_call, prepare, walk
+from tests.kernels.test_kda_hopper import (
+    BF16,
+    CHUNK,
+    HEADS,
+    KEY,
+    Call,
+    expected,
+    make_call,
+    prepare,
+    walk,
+)
 
 
 def prepared(call: Call) -> tuple[torch.Tensor, ...]:
@@ -52,6 +62,5 @@ def test_kernel_and_walk_are_their_reference() -> None:
         assert torch.equal(got.isnan(), want.isnan())
     got, _, states = walk(call, HopperShape(128, 3), chunks=chunks)
     want, _, want_states = expected(call)
-    print((got - want).norm() / want.norm(), (states - want_states).norm() / want_states.norm())
     assert (got - want).norm() <= 1e-2 * want.norm()
     assert (states - want_states).norm() <= 8e-3 * want_states.norm()
