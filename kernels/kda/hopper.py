@@ -75,8 +75,10 @@ def hopper_prepare(
     windows, cells, cu_seqlens, ends = prepare.pool
     wq, u, kl, scores, gamma = prepare.chunks
     (sequences, heads), chunk = cells.shape, prepare.chunk
+    fetch = not (qkv.stride(0) * qkv.itemsize % 16 or qkv.data_ptr() % 16)  # the copy engine can
     blocks = ((wq, [chunk, KEY]), (u, [KEY, chunk]), (scores, [chunk, chunk]))
-    matrices = [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
+    matrices = [(qkv if fetch else kl.view(-1, KEY), [chunk, KEY])]
+    matrices += [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
     args: tuple[Any, ...] = (
         *(qkv, decay, write, *prepare.weights, windows, cells, cu_seqlens, ends, wq, kl, gamma),
         *(write.stride(0), cells.stride(0), *windows.stride()[:3], prepare.lower_bound, sequences),
@@ -91,6 +93,7 @@ def hopper_prepare(
         "LEVELS": chunk.bit_length() - 1,
         "K": KEY,
         "W": windows.shape[1] + 1,
+        "FETCH": fetch,
         "PDL": early,
     }
     grid = (heads, u.numel() // (heads * KEY * chunk), 1)
@@ -101,7 +104,8 @@ def hopper_prepare(
         return
     # Four programs a multiprocessor.
     options = {"num_warps": 4, "maxnreg": 128, "launch_pdl": early}
-    kernel[grid](*_described(matrices), *args, **constants, **options)
+    described = (*_described(matrices[:1], swizzle=False), *_described(matrices[1:]))
+    kernel[grid](*described, *args, **constants, **options)
 
 
 class Walk(NamedTuple):
@@ -188,14 +192,17 @@ def hopper_walk(
     kernel[grid](*_described(matrices), *args, **constants, **options)
 
 
-def _described(matrices: Iterable[tuple[torch.Tensor, list[int]]]) -> list[Any]:
+def _described(
+    matrices: Iterable[tuple[torch.Tensor, list[int]]], *, swizzle: bool = True
+) -> list[Any]:
     """Descriptors of blocks for the copy engine, as the kernel lays them out in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     described = []
     for x, block in matrices:
-        wide = min(128, block[1] * x.itemsize) if x.itemsize == 2 else 0  # gamma is not swizzled
+        swizzled = swizzle and x.itemsize == 2  # gamma is not
+        wide = min(128, block[1] * x.itemsize) if swizzled else 0
         layout = gl.NVMMASharedLayout(wide, x.itemsize * 8, 2)
         described.append(TensorDescriptor.from_tensor(x, block, layout))
     return described

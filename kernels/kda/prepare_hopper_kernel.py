@@ -12,11 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from k3vl.kernels.gluon_parts import (
+    begin_copy,
     begin_store,
     let_next_begin,
     meet,
@@ -56,15 +58,15 @@ def chunk_of(slot, cu_seqlens, ends, S, BS: gl.constexpr, C: gl.constexpr, LANES
 @gluon.jit
 def load_rows(
     p, p_window, s_tap, o_g, o_k, lowest, count, S_X: gl.constexpr, BEFORE: gl.constexpr,
-    R: gl.constexpr, FULL: gl.constexpr,
+    OWN: gl.constexpr, R: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
-    """R rows of every group and the BEFORE in front of them, [C/R, K] each, ``p`` at the first.
+    """OWN of R rows of every group and the BEFORE in front of them, [C/R, K] each, ``p`` at the first.
 
     Rows before ``lowest`` (that is -BEFORE in all but the first chunk) are the window's, those
     from ``count`` on zero; in a full chunk there is none of either.
     """
     rows = ()
-    for s in gl.static_range(R + BEFORE):
+    for s in gl.static_range(OWN + BEFORE):
         if FULL:
             rows = rows + (gl.load(p + (s - BEFORE) * S_X),)
         else:
@@ -75,6 +77,31 @@ def load_rows(
                 x = gl.where(at < lowest, gl.load(p_old, mask=at < lowest, other=0.0), x)
             rows = rows + (x,)
     return rows
+
+
+@gluon.jit
+def with_fetched(
+    before, m_rows, landed, o_g, count, G: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr,
+    FULL: gl.constexpr,
+):  # fmt: skip
+    """What :func:`load_rows` has, of eight rows a group that the copy engine brings."""
+    EIGHT: gl.constexpr = gl.BlockedLayout([8, K // 32], [1, 32], [G, 1], [1, 0])
+    mbarrier.wait(landed, 0)
+    x = m_rows.load(EIGHT).reshape([G, 2, 2, 2, K]).permute((0, 4, 1, 2, 3))
+    a, b = gl.split(x)
+    a0, a1 = gl.split(a)
+    b0, b1 = gl.split(b)
+    r0, r4 = gl.split(a0)
+    r2, r6 = gl.split(a1)
+    r1, r5 = gl.split(b0)
+    r3, r7 = gl.split(b1)
+    rows = (r0, r1, r2, r3, r4, r5, r6, r7)
+    for s in gl.static_range(8):
+        x = gl.convert_layout(rows[s], ROWS)
+        if not FULL:
+            x = gl.where(o_g * 8 + s < count, x, 0.0)
+        before = before + (x,)
+    return before
 
 
 @gluon.jit
@@ -176,16 +203,18 @@ def invert(
 
 @gluon.jit
 def one_chunk(
-    x, decay, write, conv, a_log, dt_bias, p_window, wq, kl, gamma, t_wq, t_u, t_scores, s_write,
-    s_tap, s_stream, lower_bound, i_h, block, at, lowest, count, S_QKV: gl.constexpr,
-    S_DECAY: gl.constexpr, H: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
-    LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FULL: gl.constexpr,
+    x, decay, write, conv, a_log, dt_bias, p_window, wq, kl, gamma, t_wq, t_u, t_scores, t_qkv,
+    landed, start, s_write, s_tap, s_stream, lower_bound, i_h, block, at, lowest, count,
+    S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
+    LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FETCH: gl.constexpr,
+    FULL: gl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
     No load moves across a barrier or a store, so rows are asked for a step before they are needed.
     """
     G: gl.constexpr = C // R
+    LOADED: gl.constexpr = 0 if FETCH else R
     ROWS: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [G, 1], [1, 0])
     OWN: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [],
@@ -202,6 +231,16 @@ def one_chunk(
     SHORT: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
+    if FETCH:
+        m_rows = ()  # of queries, keys and values; memory of their own, which others have later
+        for i in gl.static_range(3):
+            m_rows = m_rows + (gl.allocate_shared_memory(gl.bfloat16, [C, K], PLAIN),)
+            mbarrier.expect(landed[i], 2 * C * K)
+        row = start.to(gl.int32)
+        begin_copy(t_qkv, [row, (H + i_h) * K], landed[1], m_rows[1])
+        begin_copy(t_qkv, [row, i_h * K], landed[0], m_rows[0])
+        begin_copy(t_qkv, [row, (2 * H + i_h) * K], landed[2], m_rows[2])
     o_g = gl.arange(0, G, gl.SliceLayout(1, ROWS))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
     x += o_g * (R * S_QKV) + o_k
@@ -221,7 +260,8 @@ def one_chunk(
         else:  # the root of a lowest logit is 0: no decay behind the last token
             live = o_g * R + s < count
             logits = logits + (gl.load(decay + s * S_DECAY, mask=live, other=float("-inf")),)
-    k_rows = load_rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    k_rows = load_rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, LOADED, R,
+                       FULL)  # fmt: skip
     k_taps = load_taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     running = gl.zeros([G, K], gl.float32, ROWS)
     totals = ()
@@ -251,8 +291,12 @@ def one_chunk(
     m_middle = gl.allocate_shared_memory(gl.float32, [1, K], LINE)
     m_middle.index(0).store((0.0 - to_middle).reshape([K]))
 
+    if FETCH:
+        k_rows = with_fetched(k_rows, m_rows[1], landed[1], o_g, count, G, K, ROWS,
+                              FULL)  # fmt: skip
     keys = convolved(k_rows, k_taps, R, W)
-    q_rows = load_rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    q_rows = load_rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, LOADED, R,
+                       FULL)  # fmt: skip
     q_taps = load_taps(conv, o_g, o_k, 3 * H * K, W)
     ups = ()
     k_ups = ()
@@ -276,8 +320,12 @@ def one_chunk(
     m_down = gl.allocate_shared_memory(gl.bfloat16, [C, K], WIDE)
     m_down.store(stacked(k_downs, G, K))
 
+    if FETCH:
+        q_rows = with_fetched(q_rows, m_rows[0], landed[0], o_g, count, G, K, ROWS,
+                              FULL)  # fmt: skip
     queries = convolved(q_rows, q_taps, R, W)
-    v_rows = load_rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
+    v_rows = load_rows(p_v, w_v, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, LOADED, R,
+                       FULL)  # fmt: skip
     v_taps = load_taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
     q_ups = ()
     for s in gl.static_range(R):
@@ -287,9 +335,12 @@ def one_chunk(
         q_ups = q_ups + (narrow(q),)
         gl.store(wq + (block * (2 * C * K) + (C + s) * K + o_gk), narrow(q * to_middle))
     m_up = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
+    m_up.store(in_turns(k_up, stacked(q_ups, G, K), C, K))
+    if FETCH:
+        v_rows = with_fetched(v_rows, m_rows[2], landed[2], o_g, count, G, K, ROWS,
+                              FULL)  # fmt: skip
     # Here, not where it is written: what a product still reads is not its memory then.
     m_kv = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
-    m_up.store(in_turns(k_up, stacked(q_ups, G, K), C, K))
     fence_async_shared()
     meet()
     both = gl.zeros([2 * C, C], gl.float32, SCORED)
@@ -337,17 +388,29 @@ def one_chunk(
 
 @gluon.jit
 def kda_prepare_hopper_kernel(
-    t_wq, t_u, t_scores, qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends,
+    t_qkv, t_wq, t_u, t_scores, qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends,
     wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
     S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr, C: gl.constexpr,
-    R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, PDL: gl.constexpr,
+    R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FETCH: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """As ``kda_prepare_kernel``, for chunks of 32 tokens and heads of 128 channels in bfloat16.
 
-    The first three describe blocks of what that writes, [C, K], [K, C] and [C, C].
+    The first describes blocks [C, K] of ``qkv``, and is used where FETCH; the next those of what
+    that writes, [C, K], [K, C] and [C, C].
     """
     if PDL:
         let_next_begin()
+    landed = ()
+    for _ in gl.static_range(3):
+        one = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        landed = landed + (one.index(0),)
+    if FETCH:
+        for i in gl.static_range(3):
+            mbarrier.init(landed[i], count=1)
+        fence_async_shared()
+        meet()
+    if PDL:
         wait_for_inputs()
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     i_h = gl.program_id(0)
@@ -363,10 +426,12 @@ def kda_prepare_hopper_kernel(
         p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
         if (count >= C) & (start != begin):
             one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
-                      gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
-                      at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, True)  # fmt: skip
+                      gamma, t_wq, t_u, t_scores, t_qkv, landed, start, s_write, s_tap, s_stream,
+                      lower_bound, i_h, block, at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W,
+                      FETCH, True)  # fmt: skip
         else:
             lowest = gl.where(start != begin, 1 - W, 0)
             one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
-                      gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
-                      at, lowest, count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, False)  # fmt: skip
+                      gamma, t_wq, t_u, t_scores, t_qkv, landed, start, s_write, s_tap, s_stream,
+                      lower_bound, i_h, block, at, lowest, count, S_QKV, S_DECAY, H, C, R, LEVELS,
+                      K, W, FETCH, False)  # fmt: skip
