@@ -106,10 +106,10 @@ def with_fetched(
 
 @gluon.jit
 def load_taps(p_conv, o_g, o_k, S_CONV: gl.constexpr, W: gl.constexpr):
-    """Of the convolution, the oldest first, halved: W tensors [1, K]."""
+    """Of the convolution, the oldest first, halved: W tensors [C/R, K], every group's own."""
     taps = ()
     for j in gl.static_range(W):
-        taps = taps + (gl.load(p_conv + (j * S_CONV + o_k)),)
+        taps = taps + (gl.load(p_conv + (j * S_CONV + o_g * 0 + o_k)),)
     return taps
 
 
@@ -127,7 +127,7 @@ def convolved(rows, taps, R: gl.constexpr, W: gl.constexpr):
     for s in gl.static_range(R):
         y = wide[s] * taps[0]
         for j in gl.static_range(1, W):
-            y = gl.fma(wide[s + j], taps[j] + gl.zeros_like(y), y)
+            y = gl.fma(wide[s + j], taps[j], y)
         out = out + (gl.fma(y, tanh(y), y),)
     return out
 
@@ -251,7 +251,7 @@ def one_chunk(
 
     # Natural logarithms become powers of two on the way: factors of vectors and scalars.
     rate = gl.exp(gl.load(a_log + i_h)) * -1.4426950408889634
-    bias = gl.load(dt_bias + o_k) * rate
+    bias = gl.load(dt_bias + (o_g * 0 + o_k)) * rate
     bound = lower_bound * 1.4426950408889634
     logits = ()
     for s in gl.static_range(R):
@@ -264,11 +264,10 @@ def one_chunk(
                        FULL)  # fmt: skip
     k_taps = load_taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     running = gl.zeros([G, K], gl.float32, ROWS)
+    rates, bounds = running + rate, running + bound
     totals = ()
     for s in gl.static_range(R):
-        root = gl.fma(
-            widen(logits[s]), rate + gl.zeros_like(running), bias + gl.zeros_like(running)
-        )
+        root = gl.fma(widen(logits[s]), rates, bias)
         root = gl.rsqrt(1.0 + gl.exp2(root))
         running = gl.fma(root, root, running)
         totals = totals + (running,)
@@ -285,7 +284,7 @@ def one_chunk(
     # exp(G_i - G_j) is a product of two factors around half of the chunk's sum: the bounded gate
     # stays above -5, so neither factor leaves exp(+-80) in 32 tokens. What else is needed (from
     # the start, to the end) is such a factor times a vector.
-    from_middle = before * bound - whole * 0.5
+    from_middle = gl.fma(before, bounds, gl.zeros_like(before) - whole * 0.5)
     to_middle = gl.exp2(whole * 0.5)
     gl.store(gamma + (block * K + o_k), gl.exp2(whole))
     m_middle = gl.allocate_shared_memory(gl.float32, [1, K], LINE)
@@ -302,7 +301,7 @@ def one_chunk(
     k_ups = ()
     k_downs = ()
     for s in gl.static_range(R):
-        up = gl.exp2(gl.fma(totals[s], bound + gl.zeros_like(running), from_middle))
+        up = gl.exp2(gl.fma(totals[s], bounds, from_middle))
         ups = ups + (up,)
         k_ups = k_ups + (narrow(keys[s] * up),)
         k_down = keys[s] * reciprocal(up)
