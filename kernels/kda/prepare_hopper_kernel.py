@@ -60,7 +60,7 @@ def load_rows(
     p, p_window, s_tap, o_g, o_k, lowest, count, S_X: gl.constexpr, BEFORE: gl.constexpr,
     OWN: gl.constexpr, R: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
-    """OWN of R rows of every group and the BEFORE in front of them, [C/R, K] each, ``p`` at the first.
+    """OWN of R rows of every group, BEFORE in front of them, [C/R, K] each, ``p`` at the first.
 
     Rows before ``lowest`` (that is -BEFORE in all but the first chunk) are the window's, those
     from ``count`` on zero; in a full chunk there is none of either.
@@ -156,8 +156,10 @@ def apart(both, C: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def one_by_other(a, b, C: gl.constexpr):
-    """[2 C, 2 C] for two products at once: ``a`` [C, C] where both axes have turns of the first
-    kind, ``b`` where both have the second, 0 elsewhere."""
+    """For two products at once: [2 C, 2 C] of ``a`` and ``b`` [C, C].
+
+    ``a`` is where both axes have turns of the first kind, ``b`` where both have the second.
+    """
     a = a.reshape([C // 8, 8, C // 8, 8])
     b = b.reshape([C // 8, 8, C // 8, 8])
     zero = gl.zeros_like(a)
@@ -387,8 +389,8 @@ def one_chunk(
 
 @gluon.jit
 def kda_prepare_hopper_kernel(
-    t_qkv, t_wq, t_u, t_scores, qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends,
-    wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
+    t_qkv, t_wq, t_u, t_scores, qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens,
+    ends, wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
     S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr, C: gl.constexpr,
     R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FETCH: gl.constexpr,
     PDL: gl.constexpr,
@@ -413,7 +415,8 @@ def kda_prepare_hopper_kernel(
         wait_for_inputs()
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     i_h = gl.program_id(0)
-    slot = gl.program_id(1)
+    # The last chunks first: what comes last is still in the L2 cache when it is read first.
+    slot = gl.num_programs(1) - 1 - gl.program_id(1)
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C, LANES)
     if count > 0:
         column = i_h * K
