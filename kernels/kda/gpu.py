@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 """Tokens, 2^5: decays of exp(-5) over them, split around their middle, still are float32."""
+_LONG = 64
+"""Chunks of one sequence from which on a part of them is prepared beside the walk."""
 _MANY_HEADS = 64
 """From here on a program of the sequential kernel on Hopper has whole heads, below it halves.
 
@@ -206,17 +208,12 @@ def prefill_launches(
         taps=torch.empty(weights.conv.shape[::-1], device=qkv.device),
     )
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    launches: dict[str, Callable[[], None]] = {"begin": partial(_begin, work)}
     if isinstance(layout, HopperShape):
-        prepare = partial(_prepare_on_hopper, work)
-        walk = partial(_walk_on_hopper, work, layout, out)
+        launches |= _hopper_launches(work, layout, out)
     else:
-        prepare = partial(_prepare, work)
-        walk = partial(_walk, work, layout, out)
-    launches: dict[str, Callable[[], None]] = {
-        "begin": partial(_begin, work),
-        "prepare": prepare,
-        "walk": walk,
-    }
+        launches["prepare"] = partial(_prepare, work)
+        launches["walk"] = partial(_walk, work, layout, out)
     if layout.values < key:
         launches["norm"] = partial(_norm, work, out)
     return out, launches
@@ -343,8 +340,33 @@ def _prepare(work: _Work) -> None:
     )
 
 
-def _prepare_on_hopper(work: _Work) -> None:
-    """As :func:`_prepare`."""
+def _hopper_launches(
+    work: _Work, layout: HopperShape, out: torch.Tensor
+) -> dict[str, Callable[[], None]]:
+    """Of a long sequence the last part is prepared beside the walk through what is before it.
+
+    A program of the walk has a multiprocessor alone, and one sequence does not have as many heads.
+    """
+    slots = work.slots[1]
+    before = 0
+    if work.early and work.pool.cells.shape[0] == 1 and slots >= _LONG:
+        before = slots - int(slots * layout.aside)
+    if not before or before == slots:
+        return {
+            "prepare": partial(_prepare_on_hopper, work, (0, slots)),
+            "walk": partial(_walk_on_hopper, work, layout, out),
+        }
+    tokens = before * CHUNK
+    return {
+        "prepare": partial(_prepare_on_hopper, work, (0, before)),
+        "walk": partial(_walk_on_hopper, work, layout, out, last=tokens),
+        "prepare the rest": partial(_prepare_on_hopper, work, (before, slots - before), aside=True),
+        "walk the rest": partial(_walk_on_hopper, work, layout, out, first=tokens),
+    }
+
+
+def _prepare_on_hopper(work: _Work, slots: tuple[int, int], *, aside: bool = False) -> None:
+    """As :func:`_prepare`, of some chunks."""
     qkv, _, decay, write = work.inputs
     windows, _, *places = work.pool
     weights = work.weights
@@ -357,12 +379,16 @@ def _prepare_on_hopper(work: _Work) -> None:
         lower_bound=weights.lower_bound,
         searched=work.searched,
         chunk=CHUNK,
+        slots=slots,
+        aside=aside,
     )
     hopper_prepare(prepare, early=work.early)
 
 
-def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None:
-    """As :func:`_walk`."""
+def _walk_on_hopper(
+    work: _Work, layout: HopperShape, out: torch.Tensor, first: int = 0, last: int | None = None
+) -> None:
+    """As :func:`_walk`, of some tokens."""
     walk = Walk(
         chunks=work.chunks,
         inputs=work.inputs[:2],
@@ -372,6 +398,8 @@ def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None
         out=out,
         eps=work.weights.eps,
         chunk=CHUNK,
+        first=first,
+        last=last,
     )
     hopper_walk(walk, layout, early=work.early)
 
@@ -430,7 +458,7 @@ def _shape(heads: int, key: int, *, half: bool, hopper: bool) -> PrefillShape | 
     By the model alone: what a sequence gets does not depend on the batch.
     """
     if hopper:
-        return HopperShape(128, 5) if heads >= _MANY_HEADS else HopperShape(64, 3)
+        return HopperShape(128, 5, 1 / 6) if heads >= _MANY_HEADS else HopperShape(64, 3)
     return PrefillShape(min(key, 64), 4, *((3, 128) if half else (1, None)))
 
 

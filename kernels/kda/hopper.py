@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 SIDE, KEY, TAPS = 64, 128, 3
 """Value channels of four warps, and the only widths of heads and of windows."""
 
+_ENDLESS = 1 << 30
+"""Tokens."""
+
 _WIDEST = 8
 """Elements of bfloat16 that a thread loads at once."""
 
@@ -23,10 +26,12 @@ class HopperShape(NamedTuple):
     Attributes:
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
+        aside: part of a long sequence that is prepared beside the walk through what is before it.
     """
 
     values: int
     stages: int
+    aside: float = 0.0
 
     @property
     def whole(self) -> bool:
@@ -56,6 +61,8 @@ class Prepare(NamedTuple):
         lower_bound: of the decays' logarithms, -5 or above.
         searched: a power of two from the number of sequences on.
         chunk: tokens of a chunk.
+        slots: those of all chunks that this launch is about: the first, and how many.
+        aside: whether it runs beside the launch in front of it, which has waited for its inputs.
     """
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,6 +72,8 @@ class Prepare(NamedTuple):
     lower_bound: float
     searched: int
     chunk: int
+    slots: tuple[int, int]
+    aside: bool = False
 
 
 def hopper_prepare(
@@ -82,6 +91,7 @@ def hopper_prepare(
     args: tuple[Any, ...] = (
         *(qkv, decay, write, *prepare.weights, windows, cells, cu_seqlens, ends, wq, kl, gamma),
         *(write.stride(0), cells.stride(0), *windows.stride()[:3], prepare.lower_bound, sequences),
+        prepare.slots[0],
     )
     constants: dict[str, Any] = {
         "S_QKV": qkv.stride(0),
@@ -94,9 +104,10 @@ def hopper_prepare(
         "K": KEY,
         "W": windows.shape[1] + 1,
         "FETCH": fetch,
+        "ASIDE": prepare.aside,
         "PDL": early,
     }
-    grid = (heads, u.numel() // (heads * KEY * chunk), 1)
+    grid = (heads, prepare.slots[1], 1)
     from k3vl.kernels.kda.prepare_hopper_kernel import kda_prepare_hopper_kernel as kernel
 
     if launch is not None:
@@ -120,6 +131,8 @@ class Walk(NamedTuple):
         out: [N, H K].
         eps: of the norm.
         chunk: tokens of a chunk.
+        first, last: the tokens of each sequence that this launch is about, multiples of ``chunk``;
+            no ``last``: to the end.
     """
 
     chunks: tuple[torch.Tensor, ...]
@@ -130,6 +143,8 @@ class Walk(NamedTuple):
     out: torch.Tensor
     eps: float
     chunk: int
+    first: int = 0
+    last: int | None = None
 
 
 def hopper_walk(
@@ -167,6 +182,8 @@ def hopper_walk(
         *windows.stride()[:3],
         states.stride(0),
         walk.eps,
+        walk.first,
+        _ENDLESS if walk.last is None else walk.last,
         heads,
     )
     constants: dict[str, Any] = {
@@ -179,6 +196,7 @@ def hopper_walk(
         "OUTS": 2,
         "WARPS": 8 if shape.whole else 2,
         "ALIGNED": aligned,
+        "LAST": walk.last is None,
         "PDL": early,
     }
     grid = (key // shape.values * sequences * heads, 1, 1)

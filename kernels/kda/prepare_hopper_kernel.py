@@ -391,17 +391,18 @@ def one_chunk(
 def kda_prepare_hopper_kernel(
     t_qkv, t_wq, t_u, t_scores, qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens,
     ends, wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
-    S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr, C: gl.constexpr,
-    R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FETCH: gl.constexpr,
-    PDL: gl.constexpr,
+    first, S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr,
+    C: gl.constexpr, R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
+    FETCH: gl.constexpr, ASIDE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As ``kda_prepare_kernel``, for chunks of 32 tokens and heads of 128 channels in bfloat16.
 
     The first describes blocks [C, K] of ``qkv``, and is used where FETCH; the next those of what
-    that writes, [C, K], [K, C] and [C, C].
+    that writes, [C, K], [K, C] and [C, C]. ``first`` is the slot to begin with.
+
+    ASIDE: beside the launch in front of it, which has begun, so that what that waited for is there.
+    Only the last program waits, for the sake of the launch behind.
     """
-    if PDL:
-        let_next_begin()
     landed = ()
     for _ in gl.static_range(3):
         one = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -412,11 +413,13 @@ def kda_prepare_hopper_kernel(
         fence_async_shared()
         meet()
     if PDL:
-        wait_for_inputs()
+        if not ASIDE:
+            wait_for_inputs()
+        let_next_begin()
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     i_h = gl.program_id(0)
     # The last chunks first: what comes last is still in the L2 cache when it is read first.
-    slot = gl.num_programs(1) - 1 - gl.program_id(1)
+    slot = first + gl.num_programs(1) - 1 - gl.program_id(1)
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C, LANES)
     if count > 0:
         column = i_h * K
@@ -437,3 +440,6 @@ def kda_prepare_hopper_kernel(
                       gamma, t_wq, t_u, t_scores, t_qkv, landed, start, s_write, s_tap, s_stream,
                       lower_bound, i_h, block, at, lowest, count, S_QKV, S_DECAY, H, C, R, LEVELS,
                       K, W, FETCH, False)  # fmt: skip
+    last = (i_h == H - 1) & (gl.program_id(1) == gl.num_programs(1) - 1)
+    if ASIDE and last:
+        wait_for_inputs()

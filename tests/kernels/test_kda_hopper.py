@@ -104,8 +104,9 @@ def walk(
     shape: Any,
     snapshots: tuple[torch.Tensor, torch.Tensor] | None = None,
     chunks: tuple[torch.Tensor, ...] | None = None,
+    border: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, windows and states behind the kernel."""
+    """Output, windows and states behind the kernel, in two launches where there is a border."""
     from k3vl.kernels.kda.hopper import Walk, hopper_walk
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -125,7 +126,10 @@ def walk(
         eps=call.weights.eps,
         chunk=CHUNK,
     )
-    hopper_walk(job, shape, early=True, launch=on_cpu)
+    for part in (
+        (job,) if border is None else (job._replace(last=border), job._replace(first=border))
+    ):
+        hopper_walk(part, shape, early=True, launch=on_cpu)
     return out, windows, states
 
 
@@ -216,7 +220,7 @@ def test_choice_of_the_layout() -> None:
     from k3vl.kernels.kda.gpu import PrefillShape, _shape
     from k3vl.kernels.kda.hopper import HopperShape
 
-    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5)
+    assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5, 1 / 6)
     assert _shape(48, 128, half=True, hopper=True) == HopperShape(64, 3)
     assert _shape(96, 128, half=True, hopper=False) == PrefillShape(64, 4, 3, 128)
     assert _shape(4, 16, half=False, hopper=False) == PrefillShape(16, 4, 1, None)

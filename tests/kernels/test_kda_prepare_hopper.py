@@ -20,7 +20,8 @@ from tests.kernels.test_kda_hopper import (
 )
 
 
-def prepared(call: Call) -> tuple[torch.Tensor, ...]:
+def prepared(call: Call, before: int | None = None) -> tuple[torch.Tensor, ...]:
+    """What the kernel writes; in two launches, ``before`` slots and the rest."""
     from k3vl.kernels.kda.hopper import Prepare, hopper_prepare
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -34,8 +35,8 @@ def prepared(call: Call) -> tuple[torch.Tensor, ...]:
     gamma = torch.full((slots * HEADS, KEY), float("nan"))
     qkv, _, decay, write = call.inputs
     weights = call.weights
-    hopper_prepare(
-        Prepare(
+    for part in ((0, slots),) if before is None else ((0, before), (before, slots - before)):
+        job = Prepare(
             inputs=(qkv, decay, write),
             weights=((weights.conv.t() / 2).contiguous(), weights.a_log, weights.dt_bias),
             pool=(call.windows, call.cells, call.cu_seqlens, call.ends),
@@ -43,10 +44,10 @@ def prepared(call: Call) -> tuple[torch.Tensor, ...]:
             lower_bound=-5.0,
             searched=16,
             chunk=CHUNK,
-        ),
-        early=True,
-        launch=on_cpu,
-    )
+            slots=part,
+            aside=part[0] > 0,
+        )
+        hopper_prepare(job, early=True, launch=on_cpu)
     return *chunks, gamma
 
 
@@ -67,3 +68,25 @@ def test_kernel_and_walk_are_their_reference(*, fetched: bool) -> None:
     want, _, want_states = expected(call)
     assert (got - want).norm() <= 1e-2 * want.norm()
     assert (states - want_states).norm() <= 8e-3 * want_states.norm()
+
+
+@pytest.mark.parametrize("values", [128, 64])
+def test_two_parts_are_the_whole(values: int) -> None:
+    """Bit for bit, snapshots on both sides of the border and at it, and padding too."""
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.kda.hopper import HopperShape
+
+    torch.manual_seed(4)
+    call = make_call([200], [70])
+    for got, want in zip(prepared(call, 3), prepared(call), strict=True):
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    spare = torch.tensor([x for x in range(len(call.states)) if x not in call.cells])
+    depths = torch.tensor([[64, 96, 128]])
+    snapshots = depths, spare[:3].view(1, 3, 1).expand(1, 3, HEADS)
+    shape, chunks = HopperShape(values, 3), prepare(call)
+    for got, want in zip(
+        walk(call, shape, snapshots, chunks, border=96),
+        walk(call, shape, snapshots, chunks),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
