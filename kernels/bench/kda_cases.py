@@ -12,6 +12,7 @@ from k3vl.kernels.bench import sglang_kda
 from k3vl.kernels.bench.case import Case, Peer, Work, normal, ratio_of_norms
 from k3vl.kernels.kda import KDAWeights
 from k3vl.kernels.kda.gpu import kda_decode, kda_prefill, prefill_launches
+from k3vl.kernels.kda.hopper import HopperShape
 from k3vl.kernels.kda.reference import kda_decode_reference, kda_prefill_reference
 
 if TYPE_CHECKING:
@@ -240,11 +241,36 @@ def _prefill_case(lengths: list[int], heads: int) -> Case:
         limit=1.2e-2,
         bytes=_prefill_bytes(lengths, heads),
         flops=rows * heads * (6 * _K * _K + 10 * 64 * _K),
+        variants={
+            name: partial(run, shape=shape) for name, shape in _prefill_shapes(heads).items()
+        },
         peers={
             **_prefill_peers(args, weights, places[1], heads),
             **sglang_kda.prefill_peers(args, weights, lengths, heads),
         },
     )
+
+
+def _prefill_shapes(heads: int) -> dict[str, HopperShape]:
+    if heads < 64:
+        return {
+            "alone": HopperShape(64, 3),
+            "alone, early": HopperShape(64, 3, 1e-9),
+            "1/2 aside": HopperShape(64, 3, 1 / 2),
+            "3/4 aside": HopperShape(64, 3, 3 / 4),
+        }
+    return {
+        "alone": HopperShape(128, 5),
+        "alone, fetch": HopperShape(128, 5, fetch=True),
+        "alone, backwards": HopperShape(128, 5, backwards=True),
+        "alone, both": HopperShape(128, 5, fetch=True, backwards=True),
+        "1/10 aside": HopperShape(128, 5, 1 / 10),
+        "1/8 aside": HopperShape(128, 5, 1 / 8),
+        "1/6 aside": HopperShape(128, 5, 1 / 6),
+        "1/5 aside": HopperShape(128, 5, 1 / 5),
+        "1/4 aside": HopperShape(128, 5, 1 / 4),
+        "1/6 aside, both": HopperShape(128, 5, 1 / 6, fetch=True, backwards=True),
+    }
 
 
 def _prefill_bytes(lengths: list[int], heads: int) -> int:

@@ -27,11 +27,15 @@ class HopperShape(NamedTuple):
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
         aside: part of a long sequence that is prepared beside the walk through what is before it.
+        fetch: whether the parallel kernel has rows brought by the copy engine, where that can.
+        backwards: whether it takes the last chunks first.
     """
 
     values: int
     stages: int
     aside: float = 0.0
+    fetch: bool = False
+    backwards: bool = False
 
     @property
     def whole(self) -> bool:
@@ -63,6 +67,7 @@ class Prepare(NamedTuple):
         chunk: tokens of a chunk.
         slots: those of all chunks that this launch is about: the first, and how many.
         aside: whether it runs beside the launch in front of it, which has waited for its inputs.
+        fetch, backwards: as of :class:`HopperShape`.
     """
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -74,6 +79,8 @@ class Prepare(NamedTuple):
     chunk: int
     slots: tuple[int, int]
     aside: bool = False
+    fetch: bool = False
+    backwards: bool = False
 
 
 def hopper_prepare(
@@ -84,7 +91,7 @@ def hopper_prepare(
     windows, cells, cu_seqlens, ends = prepare.pool
     wq, u, kl, scores, gamma = prepare.chunks
     (sequences, heads), chunk = cells.shape, prepare.chunk
-    fetch = not (qkv.stride(0) * qkv.itemsize % 16 or qkv.data_ptr() % 16)  # the copy engine can
+    fetch = prepare.fetch and not (qkv.stride(0) * qkv.itemsize % 16 or qkv.data_ptr() % 16)
     blocks = ((wq, [chunk, KEY]), (u, [KEY, chunk]), (scores, [chunk, chunk]))
     matrices = [(qkv if fetch else kl.view(-1, KEY), [chunk, KEY])]
     matrices += [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
@@ -104,6 +111,7 @@ def hopper_prepare(
         "K": KEY,
         "W": windows.shape[1] + 1,
         "FETCH": fetch,
+        "BACKWARDS": prepare.backwards,
         "ASIDE": prepare.aside,
         "PDL": early,
     }

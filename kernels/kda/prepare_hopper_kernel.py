@@ -342,6 +342,8 @@ def one_chunk(
                               FULL)  # fmt: skip
     # Here, not where it is written: what a product still reads is not its memory then.
     m_kv = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
+    # So that a program takes more than 48 KB: only then is there room for a fourth.
+    m_u = gl.allocate_shared_memory(gl.bfloat16, [K, C], SHORT)
     fence_async_shared()
     meet()
     both = gl.zeros([2 * C, C], gl.float32, SCORED)
@@ -377,7 +379,6 @@ def one_chunk(
     middle = m_middle.index(0).load(gl.SliceLayout(0, OWN_ROWS))[None, :]
     m_w = gl.allocate_shared_memory(gl.bfloat16, [C, K], WIDE)
     m_w.store((w * middle).to(gl.bfloat16))
-    m_u = gl.allocate_shared_memory(gl.bfloat16, [K, C], SHORT)
     m_u.permute((1, 0)).store(u.to(gl.bfloat16))
     fence_async_shared()
     meet()
@@ -393,7 +394,7 @@ def kda_prepare_hopper_kernel(
     ends, wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S,
     first, S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr,
     C: gl.constexpr, R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    FETCH: gl.constexpr, ASIDE: gl.constexpr, PDL: gl.constexpr,
+    FETCH: gl.constexpr, BACKWARDS: gl.constexpr, ASIDE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As ``kda_prepare_kernel``, for chunks of 32 tokens and heads of 128 channels in bfloat16.
 
@@ -418,8 +419,10 @@ def kda_prepare_hopper_kernel(
         let_next_begin()
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     i_h = gl.program_id(0)
-    # The last chunks first: what comes last is still in the L2 cache when it is read first.
-    slot = first + gl.num_programs(1) - 1 - gl.program_id(1)
+    if BACKWARDS:  # what comes last is still in the L2 cache when it is read first
+        slot = first + gl.num_programs(1) - 1 - gl.program_id(1)
+    else:
+        slot = first + gl.program_id(1)
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C, LANES)
     if count > 0:
         column = i_h * K

@@ -20,7 +20,7 @@ from tests.kernels.test_kda_hopper import (
 )
 
 
-def prepared(call: Call, before: int | None = None) -> tuple[torch.Tensor, ...]:
+def prepared(call: Call, before: int | None = None, **kinds: bool) -> tuple[torch.Tensor, ...]:
     """What the kernel writes; in two launches, ``before`` slots and the rest."""
     from k3vl.kernels.kda.hopper import Prepare, hopper_prepare
     from tests.kernels.gluon_on_cpu import Descriptor, launch
@@ -46,6 +46,7 @@ def prepared(call: Call, before: int | None = None) -> tuple[torch.Tensor, ...]:
             chunk=CHUNK,
             slots=part,
             aside=part[0] > 0,
+            **kinds,
         )
         hopper_prepare(job, early=True, launch=on_cpu)
     return *chunks, gamma
@@ -61,7 +62,7 @@ def test_kernel_and_walk_are_their_reference(*, fetched: bool) -> None:
     call = make_call([1, 2, 33, 64, 100, 31], [0, 3, 0, 0, 40, 70])
     if fetched:  # rows begin at multiples of 16 bytes
         call = call._replace(inputs=(call.inputs[0].contiguous(), *call.inputs[1:]))
-    chunks = prepared(call)
+    chunks = prepared(call, fetch=fetched, backwards=fetched)
     for got, want in zip(chunks, prepare(call), strict=True):
         assert torch.equal(got.isnan(), want.isnan())
     got, _, states = walk(call, HopperShape(128, 3), chunks=chunks)
