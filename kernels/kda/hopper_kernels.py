@@ -87,6 +87,20 @@ def copy_out(
 
 
 @gluon.jit
+def decays(m_gamma, K: gl.constexpr, STATE: gl.constexpr):
+    """The factors [1, K] of a chunk, of which every thread has 32, four of 16 in a row in memory.
+
+    So they are eight loads, for each of which the decay of the state waits; in order they were 16.
+    """
+    IN_FOURS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]], [], [1, 128],
+    )  # fmt: skip
+    gamma = m_gamma.load(IN_FOURS).reshape([K // 16, 4, 2, 2]).permute((0, 2, 1, 3))
+    return gl.convert_layout(gamma.reshape([1, K]), STATE)
+
+
+@gluon.jit
 def walk_state(
     states, cells, depths, snapshots, rows, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
     m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
@@ -122,7 +136,7 @@ def walk_state(
         b_x = x.to(gl.bfloat16)
         b_scores = m_scores.index(s).permute((1, 0))
         o = warpgroup_mma(gl.convert_layout(b_x, OF_ROWS), b_scores, o, is_async=True)
-        b_s = b_s * m_gamma.index(s).load(STATE)
+        b_s = b_s * decays(m_gamma.index(s), K, STATE)
         moved = warpgroup_mma(gl.convert_layout(b_x, OF_STATE), m_kl.index(s), b_s, is_async=True)
         o = warpgroup_mma_wait(1, [o])
         hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
@@ -166,7 +180,7 @@ def walk_state_joined(
         mbarrier.wait(landed.index(s), c // STAGES & 1)
         b_wq = m_wq.index(s).permute((1, 0))
         both = warpgroup_mma(a, b_wq, zero, use_acc=False, is_async=True)
-        b_s = b_s * m_gamma.index(s).load(STATE)
+        b_s = b_s * decays(m_gamma.index(s), K, STATE)
         u = m_u.index(s).slice(SIDE * 64, 64, dim=0).load(ROWS).to(gl.float32)
         both = warpgroup_mma_wait(0, [both])
         moved, o = gl.split(both.reshape([64, 2, C]).permute((0, 2, 1)))  # by -w, by q

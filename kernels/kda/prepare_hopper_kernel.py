@@ -288,7 +288,9 @@ def one_chunk(
     # the start, to the end) is such a factor times a vector.
     from_middle = gl.fma(before, bounds, gl.zeros_like(before) - whole * 0.5)
     to_middle = gl.exp2(whole * 0.5)
-    gl.store(gamma + (block * K + o_k), gl.exp2(whole))
+    # A thread of the walk has two of eight columns: of sixteen, it finds its four in a row.
+    o_four = o_k // 16 * 16 + o_k // 2 % 4 * 4 + o_k // 8 % 2 * 2 + o_k % 2
+    gl.store(gamma + (block * K + o_four), gl.exp2(whole))
     m_middle = gl.allocate_shared_memory(gl.float32, [1, K], LINE)
     m_middle.index(0).store((0.0 - to_middle).reshape([K]))
 

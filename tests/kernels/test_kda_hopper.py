@@ -94,7 +94,7 @@ def prepare(call: Call) -> tuple[torch.Tensor, ...]:
                 u[slot, h] = (solve @ b_v).mT
                 kl[slot, h] = b_k * (total[-1] - total).exp()
                 scores[slot, h] = torch.einsum("ik,jk,ijk->ij", b_q, b_k, apart).tril()
-                gamma[slot, h] = total[-1].exp()
+                gamma[slot, h] = total[-1].exp().view(-1, 2, 4, 2).transpose(1, 2).flatten()
     halves = (x.flatten(0, 1).to(BF16) for x in (wq, u, kl, scores))
     return *halves, gamma.flatten(0, 1).float()
 
