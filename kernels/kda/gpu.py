@@ -327,6 +327,7 @@ def _prepare(work: _Work) -> None:
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
         MINUS_W=isinstance(layout, HopperShape),
+        SCANS=True,
         PDL=work.early,
         **work.common,
         num_warps=4,

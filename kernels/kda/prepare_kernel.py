@@ -148,7 +148,7 @@ def _one_chunk(
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, MINUS_W: tl.constexpr, SCANS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
@@ -185,14 +185,24 @@ def _one_chunk(
         root = tl.rsqrt(1.0 + tl.exp2(tl.fma(_widen(logits[s]), rate, bias)))
         running = tl.fma(root, root, running)
         totals = totals + (running,)  # noqa: RUF005
-    whole = tl.sum(running, 0)[None, :, :] * bound
+    before = tl.cumsum(running, 0) - running
+    if SCANS:
+        # Every group for itself, where the compiler's running sums are quick and its sums are not:
+        # sixteen lanes meet in a bank. They differ in the last bit of one number for a whole group.
+        whole = (before + tl.cumsum(running, 0, reverse=True)) * bound
+    else:
+        whole = tl.sum(running, 0)[None, :, :] * bound
     # exp(G_i - G_j) is a product of two factors around half of the chunk's sum: the bounded gate
     # stays above -5, so neither factor leaves exp(+-80) in 32 tokens. What else is needed (from
     # the start, to the end) is such a factor times a vector.
-    from_middle = (tl.cumsum(running, 0) - running) * bound - whole * 0.5
+    from_middle = before * bound - whole * 0.5
     to_middle = tl.exp2(whole * 0.5)
-    tl.store(gamma + block * K + o_k, tl.exp2(whole))
-    middle = tl.reshape(to_middle, (1, K))
+    if SCANS:
+        # By way of memory to those who need it as a row of the small matrices' products.
+        tl.store(gamma + block * K + tl.zeros_like(o_g) + o_k, whole, mask=o_g == 0)
+    else:
+        tl.store(gamma + block * K + o_k, tl.exp2(whole))
+        middle = tl.reshape(to_middle, (1, K))
 
     k_taps = _taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     keys = _convolved(k_rows, k_taps, R, W, FAST)
@@ -200,7 +210,8 @@ def _one_chunk(
     k_ups = ()
     k_downs = ()
     for s in tl.static_range(R):
-        k_ups = k_ups + (keys[s] * tl.exp2(tl.fma(totals[s], bound, from_middle)),)  # noqa: RUF005
+        k_up = keys[s] * tl.exp2(tl.fma(totals[s], bound, from_middle))
+        k_ups = k_ups + (k_up,)  # noqa: RUF005
         k_down = keys[s] * tl.exp2(tl.fma(totals[s], -bound, -from_middle))
         k_downs = k_downs + (k_down,)  # noqa: RUF005
         tl.store(kl + block * C * K + s * K + o_gk, (k_down * to_middle).to(DTYPE))
@@ -229,15 +240,22 @@ def _one_chunk(
     v_taps = _taps(conv + 2 * H * K, o_g, o_k, 3 * H * K, W)
     read = tl.dot(_whole(q_ups, C, K, DTYPE), down, input_precision=PRECISION)
     tl.store(scores + block * C * C + o_i * C + o_j, tl.where(o_i >= o_j, read, 0.0).to(DTYPE))
+    if SCANS:
+        tl.debug_barrier()
+        sums = tl.load(gamma + block * K + o_c)
+        middle = tl.exp2(sums * 0.5)[None, :]
     squares = tl.where(o_i == o_j, mix, 0.0)
     left = tl.rsqrt(tl.sum(squares, 1) + 1e-6)
-    right = tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
+    right = left[None, :] if SCANS else tl.rsqrt(tl.sum(squares, 0) + 1e-6)[None, :]
     mix = tl.where(o_i > o_j, mix * (left * beta)[:, None] * right, 0.0)
     # Write strengths, lengths and the way to the middle are factors of the small matrices.
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
     solve = solve * beta[None, :] * left[:, None]
     b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
     b_w *= -middle if MINUS_W else middle
+    if SCANS:
+        tl.debug_barrier()
+        tl.store(gamma + block * K + o_c, tl.exp2(sums))
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
     values = _convolved(v_rows, v_taps, R, W, FAST)
     b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
@@ -251,7 +269,7 @@ def kda_prepare_kernel(
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
     INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    PDL: tl.constexpr,
+    SCANS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
@@ -276,10 +294,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, True)  # fmt: skip
+                       MINUS_W, SCANS, True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, False)  # fmt: skip
+                       FAST, MINUS_W, SCANS, False)  # fmt: skip
