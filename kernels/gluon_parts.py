@@ -9,6 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 # Triton 3.6 has the second name of each, later ones the first.
 meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+begin_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+wait_for_stores = tma.store_wait
 
 
 @gluon.jit

@@ -167,12 +167,13 @@ class _Language(ModuleType):
     """Stands for ``triton.experimental.gluon.language``; one per program of a launch."""
 
     int32, int64 = torch.int32, torch.int64
-    float32, bfloat16 = torch.float32, torch.bfloat16
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
     reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
     join = staticmethod(lambda a, b: torch.stack([a, b], -1))
+    fma = staticmethod(lambda a, b, c: a * b + c)
     static_range = range
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
@@ -402,6 +403,13 @@ def _copy(
             _meeting.notify_all()
 
 
+def _store(target: Descriptor, begins: list[Any], source: Shared) -> None:
+    part = target.tensor
+    for axis, (begin, size) in enumerate(zip(begins, target.block, strict=True)):
+        part = part.narrow(axis, int(begin), size)
+    part.copy_(source.load(None))
+
+
 def _product(a: Any, b: Shared, c: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
     product = Product(a, b, c, add=use_acc)
     if not is_async:
@@ -479,6 +487,10 @@ def launch(
                 init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: None
             ),
             "begin_copy": _copy,
+            "begin_store": _store,
+            "wait_for_stores": lambda _left: None,
+            "narrow": lambda x: x.to(torch.bfloat16),
+            "tanh": torch.tanh,
             "meet": _meet,
             "take_turn": turns.take,
             "give_turn": turns.give,
