@@ -66,7 +66,7 @@ SORTED_TOKENS = 512
 On an H200 8 + 0.015 us a token, and 12 to 14 + 0.007.
 """
 
-JOINED_PAIRS = 8
+JOINED_PAIRS = 5
 """From so many pairs an expert on, one product a step."""
 
 _PROGRAMS_OF_ONE = 6

@@ -42,9 +42,10 @@ class Joined:
 
 _WIDE = Joined(rows=128, warps=8, stages=3)
 _MIDDLE = Joined(rows=128, warps=4, stages=3)
+_NARROW = Joined(rows=128, warps=4, stages=4)
 SHAPES = {
-    16: _MIDDLE,
-    32: _MIDDLE,
+    16: _NARROW,
+    32: _NARROW,
     48: _MIDDLE,
     64: _MIDDLE,
     80: _MIDDLE,

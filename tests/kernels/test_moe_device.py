@@ -103,7 +103,7 @@ def test_a_token_alone_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "taken"), [(1, "alone"), (2, "few"), (128, "few"), (447, "few"), (448, "joined")]
+    ("tokens", "taken"), [(1, "alone"), (2, "few"), (128, "few"), (279, "few"), (280, "joined")]
 )
 def test_which_products_are_taken(tokens: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Gluon runs, few tokens of bfloat16 have products of their own."""
