@@ -1,4 +1,4 @@
-"""Kimi Delta Attention on a CUDA device: one launch a token, two or three a prefill."""
+"""Kimi Delta Attention on a CUDA device: one launch a token, two to five a prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sequential half of KDA prefill on compute capability 9.0: what it takes, how it starts."""
+"""KDA prefill on compute capability 9.0: what it takes, how its kernels start."""
 
 from __future__ import annotations
 
