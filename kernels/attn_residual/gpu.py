@@ -12,12 +12,12 @@ import triton
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.attn_residual import check_shapes
-from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_mix, cluster_takes
+from k3vl.kernels.attn_residual.hopper import cluster_mix, cluster_takes
 from k3vl.kernels.attn_residual.mix_kernel import attn_residual_kernel
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
 
-FEW = 32
+FEW = 64
 """Up to so many tokens a cluster of multiprocessors takes each, where that kernel runs."""
 
 _NOT_FULL = 128
@@ -34,11 +34,12 @@ def attn_residual(
     eps: float,
     *,
     warps: int | None = None,
-    cluster: ClusterShape | None = None,
+    cluster: bool = False,
 ) -> torch.Tensor:
     """See :func:`k3vl.kernels.attn_residual.attn_residual`.
 
-    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon.
+    The rest is for measurements: ``warps`` of the Triton kernel, ``cluster`` for the one in Gluon
+    at any number of tokens.
     """
     check_shapes(rows, query, norm_weight)
     if rows.stride(-1) != 1:
@@ -50,7 +51,7 @@ def attn_residual(
     early = begins_early(rows)
     few = tokens <= FEW and warps is None and hopper_runs(rows.device)
     if cluster or (few and cluster_takes(rows, query, norm_weight)):
-        cluster_mix(rows, query, norm_weight, eps, out, cluster or ClusterShape(), early=early)
+        cluster_mix(rows, query, norm_weight, eps, out, early=early)
         return out
     width = triton.next_power_of_2(d)
     attn_residual_kernel[(tokens,)](

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,17 +13,10 @@ MOST_ROWS, WIDEST = 16, 8192
 """Of a mixture, of a row."""
 
 _UNIT = 64
-"""Columns: eight a thread, from each of at most eight multiprocessors."""
+"""Columns: eight a thread, from each of eight multiprocessors."""
 
 _LOAD_ALIGNMENT = 16
 """Bytes, of the address of a row."""
-
-
-class ClusterShape(NamedTuple):
-    """Multiprocessors of a token and warps of each; 32 warps in all."""
-
-    multiprocessors: int = 8
-    warps: int = 4
 
 
 def cluster_takes(rows: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor) -> bool:
@@ -47,7 +40,6 @@ def cluster_mix(
     norm_weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    shape: ClusterShape,
     *,
     early: bool,
     launch: Callable[..., None] | None = None,
@@ -59,11 +51,12 @@ def cluster_mix(
     """
     depth, tokens, width = rows.shape
     args: tuple[Any, ...] = (rows, query, norm_weight, out, rows.stride(0), rows.stride(1), eps)
-    constants = {"D": width, "R": depth, "CLUSTER": shape.multiprocessors, "PDL": early}
+    constants = {"D": width, "R": depth, "PDL": early}
+    from k3vl.kernels.attn_residual.cluster_kernel import SIZE, WARPS
     from k3vl.kernels.attn_residual.cluster_kernel import attn_residual_cluster_kernel as kernel
 
     if launch is not None:
         launch(kernel, (tokens, 1, 1), *args, **constants)
         return
-    how: dict[str, Any] = {"num_warps": shape.warps, "num_ctas": shape.multiprocessors}
-    kernel[(tokens,)](*args, **constants, **how, launch_pdl=early)
+    how: dict[str, Any] = {"num_warps": WARPS, "num_ctas": SIZE, "launch_pdl": early}
+    kernel[(tokens,)](*args, **constants, **how)

@@ -10,7 +10,6 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import scaled_dot_product_attention
 
 from k3vl.kernels.attn_residual.gpu import attn_residual
-from k3vl.kernels.attn_residual.hopper import ClusterShape
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
@@ -56,7 +55,7 @@ def attn_residual_cases() -> Iterator[Case]:
     """Nine rows of 7168, the most that K3 mixes."""
     depth, width = 9, 7168
     mixed = torch.compile(attn_residual_reference, dynamic=False)
-    for tokens in (1, 8, 32, 128, 2048, 8192):
+    for tokens in (1, 8, 32, 64, 128, 2048, 8192):
         rows = normal(depth, tokens, width)
         query, norm = (normal(width, dtype=torch.float32) / 32, normal(width).abs())
         run = partial(attn_residual, rows, query, norm, 1e-5)
@@ -82,13 +81,8 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     """Other launches where few tokens leave the device empty."""
     if tokens > 128:
         return {}
-    ways: dict[str, dict[str, Any]] = {
-        f"a token on {shape.multiprocessors} multiprocessors, {shape.warps} warps": {
-            "cluster": shape
-        }
-        for shape in (ClusterShape(8, 4), ClusterShape(4, 8))
-    }
-    return {**ways, "in Triton, 8 warps": {"warps": 8}, "in Triton, 4 warps": {"warps": 4}}
+    triton: dict[str, dict[str, Any]] = {f"in Triton, {n} warps": {"warps": n} for n in (8, 4)}
+    return {"a cluster a token": {"cluster": True}, **triton}
 
 
 def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:

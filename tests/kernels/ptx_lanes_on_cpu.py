@@ -105,6 +105,7 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "and.b32": lambda a, b: a & b,
     "add.u32": lambda a, b: a + b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
+    "mul.lo.u32": lambda a, b: a * b,
     "prmt.b32": _permuted,
     "shfl.sync.idx.b32": _from_lane,
     "shfl.sync.bfly.b32": _from_neighbour,

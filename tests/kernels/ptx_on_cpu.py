@@ -1,108 +1,223 @@
-"""Run a kernel's pieces of machine language for all threads of a cluster, statement by statement.
+"""Run a kernel's pieces of machine language for all warps of a cluster, in an order left to chance.
 
-As much of PTX as the project writes. All threads take a statement together; what one multiprocessor
-sends to another's memory is counted at the barrier that it names, and a wait that could not end
-fails.
+As much of PTX as the project writes. A warp takes some statements at a time, and any warp may be
+next that does not wait for a barrier; what is sent to another multiprocessor's memory arrives at
+some later time. Nobody may use a barrier that has not been made, read what has not been written,
+write a place twice, or send to a multiprocessor that has ended.
 """
 
 from __future__ import annotations
 
+import random
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 ROOM = 4096
 """Where shared memory that a piece declares begins."""
 
+PATIENCE = 50_000
+"""Turns until a loop counts as one without end."""
 
-class Thread:
-    """Its registers, and the special ones."""
+_PLAIN = {
+    "mov": lambda a: a,
+    "shr": lambda a, b: a >> b,
+    "add": lambda a, b: a + b,
+    "mad": lambda a, b, c: a * b + c,
+    "and": lambda a, b: a & b,
+    "setp.eq": lambda a, b: a == b,
+    "setp.ne": lambda a, b: a != b,
+    "setp.lt": lambda a, b: a < b,
+    "selp": lambda a, b, which: a if which else b,
+    "mapa": lambda address, rank: (rank, address),
+}
 
-    def __init__(self, rank: int, number: int) -> None:
-        self.rank, self.number = rank, number
-        self.registers: dict[str, Any] = {
-            "%cluster_ctarank": rank,
-            "%tid.x": number,
-            "%laneid": number % 32,
-            "room": ROOM,
-            "0f00000000": 0.0,
-        }
 
-    def value(self, name: str) -> Any:
-        return self.registers[name] if name in self.registers else int(name)
+class Barrier:
+    """Its phase ends when all have arrived and all announced bytes are there."""
 
-    def address(self, text: str) -> Any:
-        """Of ``[register + offset]``; ``mapa`` gives pairs of multiprocessor and address."""
-        name, _, offset = text.strip("[]").partition("+")
-        base = self.value(name.strip())
-        return base if not offset else base + int(offset)
+    def __init__(self, count: int) -> None:
+        self.count = self.missing = count
+        self.phase = self.bytes = 0
+
+    def change(self, *, arrived: int = 0, expected: int = 0) -> None:
+        self.missing -= arrived
+        self.bytes += expected
+        assert self.missing >= 0, "more arrivals than were announced"
+        if not self.missing and not self.bytes:
+            self.phase ^= 1
+            self.missing = self.count
+
+
+class Multiprocessor:
+    """Shared memory, barriers, and how often its warps have met."""
+
+    def __init__(self, warps: int) -> None:
+        self.memory: dict[int, Any] = {}
+        self.barriers: dict[int, Barrier] = {}
+        self.warps, self.living, self.met = warps, warps, 0
+
+    def barrier(self, where: int) -> Barrier:
+        assert where in self.barriers, "a barrier that nobody has made"
+        return self.barriers[where]
+
+    def write(self, where: int, value: Any) -> None:
+        assert where not in self.memory, "two threads write one place"
+        self.memory[where] = value
 
 
 class Cluster:
-    """Threads of some multiprocessors, their shared memory and its barriers."""
+    """``run`` takes all warps through some pieces of machine language."""
 
-    def __init__(self, multiprocessors: int, threads: int) -> None:
-        self.threads = [Thread(r, t) for r in range(multiprocessors) for t in range(threads)]
-        self.memory: list[dict[int, float]] = [{} for _ in range(multiprocessors)]
-        self.expected: list[Counter[int]] = [Counter() for _ in range(multiprocessors)]
-        self.arrived: list[Counter[int]] = [Counter() for _ in range(multiprocessors)]
+    def __init__(self, multiprocessors: int, threads: int, seed: int = 0) -> None:
+        self.places = [Multiprocessor(threads // 32) for _ in range(multiprocessors)]
+        self.chance = random.Random(seed)
+        self.sent: list[tuple[int, int, Any, int]] = []
+        self.arrived = 0
 
-    def run(self, text: str, *inputs: list[Any]) -> list[Any]:
-        """``$0`` of every thread; ``inputs`` are ``$1`` and so on, a value for every thread."""
-        for i, values in enumerate(inputs):
-            for thread, value in zip(self.threads, values, strict=True):
-                thread.registers[f"${1 + i}"] = value
-        for statement in re.split(r";\s*", re.sub(r"\bagain:", "", text.strip("{} \n"))):
-            if statement.strip():
-                self._take(statement.strip())
-        return [thread.registers["$0"] for thread in self.threads]
+    def run(self, *pieces: tuple[Any, ...]) -> list[list[Any]]:
+        """``$0`` of every thread after every piece.
 
-    def _take(self, statement: str) -> None:
-        when, name, rest = re.fullmatch(r"(?:@(!?\w+)\s+)?(\S+)\s*(.*)", statement, re.S).groups()
-        operands = [x.strip() for x in rest.split(",")]
-        if name in (".reg", ".shared", "bra") or name.startswith(("fence", "barrier.cluster")):
+        A piece is its text and what ``$1`` and so on are: values of all threads, or the number of
+        the piece whose ``$0`` it is.
+        """
+        count = sum(place.warps for place in self.places)
+        outs: list[list[Any]] = [[None] * 32 * count for _ in pieces]
+        ways, first = {}, 0
+        for rank, place in enumerate(self.places):
+            for number in range(place.warps):
+                warp = Warp(self, rank, number, first)
+                ways[warp] = warp.take(pieces, outs)
+                first += 32
+        for _ in range(PATIENCE):
+            for _ in range(self.chance.randrange(min(len(self.sent), 50) + 1)):
+                self._deliver(self.sent.pop(self.chance.randrange(len(self.sent))))
+            if not ways and not self.sent:
+                return outs
+            warp = self.chance.choice(list(ways)) if ways else None
+            for _ in range(self.chance.choice((1, 10, 100))):
+                if warp in ways and next(ways[warp], warp) is warp:
+                    del ways[warp]
+                    self.places[warp.rank].living -= 1
+        raise AssertionError("nobody came")
+
+    def _deliver(self, message: tuple[int, int, Any, int]) -> None:
+        rank, where, value, barrier = message
+        assert self.places[rank].living, "sent to a multiprocessor that has ended"
+        self.places[rank].write(where, value)
+        self.places[rank].barrier(barrier).change(expected=-4)
+
+
+class Warp:
+    """Registers of 32 threads."""
+
+    def __init__(self, cluster: Cluster, rank: int, number: int, first: int) -> None:
+        self.cluster, self.place = cluster, cluster.places[rank]
+        self.rank, self.number, self.first = rank, number, first
+        self.lanes: list[dict[str, Any]] = []
+
+    def take(self, pieces: tuple[tuple[Any, ...], ...], outs: list[list[Any]]) -> Iterator[None]:
+        """Ends with the last piece; comes back after every statement, and while it has to wait."""
+        for piece, (text, *inputs) in enumerate(pieces):
+            given = [outs[x] if isinstance(x, int) else x for x in inputs]
+            self.lanes = [
+                {
+                    "%cluster_ctarank": self.rank,
+                    "%tid.x": self.number * 32 + lane,
+                    "%laneid": lane,
+                    "room": ROOM,
+                    "0f00000000": 0.0,
+                    **{f"${1 + i}": values[self.first + lane] for i, values in enumerate(given)},
+                }
+                for lane in range(32)
+            ]
+            yield from self._piece([x.strip() for x in text.strip("{} \n").split(";")])
+            for lane, registers in enumerate(self.lanes):
+                outs[piece][self.first + lane] = registers["$0"]
+
+    def _piece(self, statements: list[str]) -> Iterator[None]:
+        again = next((i for i, x in enumerate(statements) if x.startswith("again:")), 0)
+        at = 0
+        while at < len(statements):
+            statement = statements[at].removeprefix("again:").strip()
+            at += 1
+            if not statement or statement.startswith("."):
+                continue
+            when, name, rest = re.fullmatch(
+                r"(?:@(!?)(\w+)\s+)?(\S+)\s*(.*)", statement, re.S
+            ).group(2, 3, 4)
+            no = statement.startswith("@!")
+            live = [x for x in self.lanes if when is None or x[when] is not no]
+            if name == "bra":
+                assert len(live) in (0, 32)
+                at = again if live else at
+            elif name == "bar.sync":
+                self.place.met += 1
+                turn = -(-self.place.met // self.place.warps)
+                while self.place.met < turn * self.place.warps:
+                    yield
+            elif name.startswith("barrier.cluster.arrive"):
+                self.cluster.arrived += 1
+            elif name.startswith("barrier.cluster.wait"):
+                while self.cluster.arrived < sum(x.warps for x in self.cluster.places):
+                    yield
+            elif not name.startswith("fence"):
+                operands = re.findall(r"\{.*?\}|\[.*?\]|[^\s,]+", rest, re.S)
+                self._one(name, operands, live)
+            yield
+
+    def _one(self, name: str, operands: list[str], live: list[dict[str, Any]]) -> None:
+        to, *source = operands
+        if "shfl" in name:
+            self._exchange(to, source, by_lane=".idx." in name)
             return
-        given = [t.registers.get(operands[1]) for t in self.threads] if "shfl" in name else []
-        for index, thread in enumerate(self.threads):
-            if when is None or thread.value(when):
-                self._one(name, operands, thread, given, index)
+        for lane in live:
+            plain = next((f for key, f in _PLAIN.items() if name.startswith(key + ".")), None)
+            if plain:
+                lane[to] = plain(*(_value(lane, x) for x in source))
+            elif name.startswith("ld.shared::cta."):
+                where = _address(lane, source[0])
+                for i, register in enumerate(to.strip("{}").split(",")):
+                    assert where + 4 * i in self.place.memory, "read before it was written"
+                    lane[register.strip()] = self.place.memory[where + 4 * i]
+            elif name == "st.shared::cta.f32":
+                self.place.write(_address(lane, to), _value(lane, source[0]))
+            elif name.startswith("st.async."):
+                (rank, where), (same, barrier) = _address(lane, to), _address(lane, source[1])
+                assert rank == same
+                self.cluster.sent.append((rank, where, _value(lane, source[0]), barrier))
+            else:
+                self._of_barrier(name, operands, lane)
 
-    def _one(
-        self, name: str, operands: list[str], thread: Thread, given: list[Any], index: int
-    ) -> None:
-        to, value = thread.registers, thread.value
-        simple: dict[str, Callable[[], Any]] = {
-            "mov.u32": lambda: value(operands[1]),
-            "mov.f32": lambda: value(operands[1]),
-            "add.u32": lambda: value(operands[1]) + value(operands[2]),
-            "add.rn.f32": lambda: value(operands[1]) + value(operands[2]),
-            "mad.lo.u32": lambda: value(operands[1]) * value(operands[2]) + value(operands[3]),
-            "and.b32": lambda: value(operands[1]) & value(operands[2]),
-            "setp.eq.u32": lambda: value(operands[1]) == value(operands[2]),
-            "setp.ne.u32": lambda: value(operands[1]) != value(operands[2]),
-            "selp.f32": lambda: value(operands[1] if value(operands[3]) else operands[2]),
-            "shfl.sync.bfly.b32": lambda: given[index ^ int(operands[2])],
-            "shfl.sync.idx.b32": lambda: given[index - index % 32 + int(operands[2])],
-            "mapa.shared::cluster.u32": lambda: (int(operands[2]), value(operands[1])),
-            "ld.shared::cta.f32": lambda: self.memory[thread.rank][thread.address(operands[1])],
-        }
-        if name in simple:
-            to[operands[0]] = simple[name]()
-        elif name == "mbarrier.init.shared::cta.b64":
-            assert operands[1] == "1"
-        elif name == "mbarrier.arrive.expect_tx.shared::cta.b64":
-            self.expected[thread.rank][thread.address(operands[1])] += int(operands[2])
-        elif name == "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32":
-            (rank, where), (same, barrier) = (thread.address(operands[i]) for i in (0, 2))
-            assert rank == same
-            assert where not in self.memory[rank], "two threads write one place"
-            self.memory[rank][where] = value(operands[1])
-            self.arrived[rank][barrier] += 4
+    def _of_barrier(self, name: str, operands: list[str], lane: dict[str, Any]) -> None:
+        if name.startswith("mbarrier.init."):
+            where = _address(lane, operands[0])
+            assert where not in self.place.barriers, "made twice"
+            self.place.barriers[where] = Barrier(int(operands[1]))
+            return
+        barrier = self.place.barrier(_address(lane, operands[1]))
+        if name.startswith("mbarrier.arrive.expect_tx."):
+            barrier.change(expected=int(operands[2]))
+            barrier.change(arrived=1)
         else:
-            assert name == "mbarrier.try_wait.parity.shared::cta.b64", name
-            where = thread.address(operands[1])
-            assert self.expected[thread.rank][where] == self.arrived[thread.rank][where] > 0
-            to[operands[0]] = True
+            assert re.match(r"mbarrier\.(try|test)_wait\.parity\.", name), name
+            lane[operands[0]] = barrier.phase != int(operands[2])
+
+    def _exchange(self, to: str, source: list[str], *, by_lane: bool) -> None:
+        given = [_value(lane, source[0]) for lane in self.lanes]
+        other = int(source[1])
+        for i, lane in enumerate(self.lanes):
+            lane[to] = given[other if by_lane else i ^ other]
+
+
+def _value(lane: dict[str, Any], name: str) -> Any:
+    return lane[name] if name in lane else int(name)
+
+
+def _address(lane: dict[str, Any], text: str) -> Any:
+    """Of ``[register + offset]``; ``mapa`` gives pairs of multiprocessor and address."""
+    name, _, offset = text.strip("[]").partition("+")
+    base, more = _value(lane, name.strip()), int(offset or 0)
+    return (base[0], base[1] + more) if isinstance(base, tuple) else base + more

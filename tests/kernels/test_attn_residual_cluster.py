@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from k3vl.kernels.attn_residual.hopper import ClusterShape, cluster_mix, cluster_takes
+from k3vl.kernels.attn_residual.hopper import cluster_mix, cluster_takes
+from tests.kernels.ptx_lanes_on_cpu import LOW, floats, run_ptx
 from tests.kernels.ptx_on_cpu import Cluster
 
 NAN = float("nan")
-
-
-def exchange(_room: None, x: torch.Tensor, _which: int, _cluster: int) -> torch.Tensor:
-    return x.sum((0, 1), keepdim=True).expand(x.shape)
 
 
 def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
@@ -24,8 +23,12 @@ def fold(numbers: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
 
 STAND_INS = {
     "open_room": lambda _: None,
+    "meet": lambda _: torch.full((1, 1, 32), 1 << 16),
+    "widen": lambda x, _factor, _mask: x.float(),
+    "cluster_of": lambda i: i,
     "join_chain": lambda x: x,
-    "exchange": exchange,
+    "exchange": lambda _, x: x.sum((0, 1), keepdim=True).expand(x.shape),
+    "total_of": lambda _, x: x.sum().expand(x.shape),
     "fold": fold,
     "from_lane": lambda x, lane: x[..., lane : lane + 1].expand(x.shape),
     "other_half": lambda x: x.roll(16, -1),
@@ -53,9 +56,9 @@ def test_kernel_is_its_reference(depth: int, width: int, dtype: torch.dtype) -> 
     rows.copy_(torch.randn(depth, tokens, width))
     assert cluster_takes(rows, query, norm) is (dtype == torch.bfloat16)
     want = exactly(rows.double(), query.double(), norm.double())
-    for shape, early in ((ClusterShape(8, 4), False), (ClusterShape(4, 8), True)):
+    for early in (False, True):
         out = torch.full((tokens, width), NAN).to(dtype)
-        cluster_mix(rows, query, norm, 1e-5, out, shape, early=early, launch=on_cpu)
+        cluster_mix(rows, query, norm, 1e-5, out, early=early, launch=on_cpu)
         assert (out - want).norm() <= (2e-5 if dtype == torch.float32 else 4e-3) * want.norm()
 
 
@@ -75,22 +78,61 @@ def test_fold_brings_every_sum_to_its_lane(rows: int) -> None:
     from k3vl.kernels.attn_residual.cluster_kernel import FOLD
 
     numbers = [[float(i) for i in torch.randint(0, 100, (32,))] for _ in range(2 * rows)]
-    got = Cluster(1, 32).run(FOLD.value[rows - 1], *numbers)
+    (got,) = Cluster(1, 32).run((FOLD.value[rows - 1], *numbers))
     for i in range(16):
         for first, lane in ((0, i), (rows, 16 + i)):
             assert got[lane] == (sum(numbers[first + i]) if i < rows else 0)
 
 
-@pytest.mark.parametrize("multiprocessors", [4, 8])
-def test_exchanges_give_all_threads_the_sums_of_their_lanes(multiprocessors: int) -> None:
-    """Twice, behind barriers of their own; nobody waits for bytes that do not come."""
-    pytest.importorskip("triton.experimental.gluon")
-    from k3vl.kernels.attn_residual.cluster_kernel import EXCHANGES, FROM_LANE, OPEN
+def pieces(numbers: list[float]) -> list[tuple[Any, ...]]:
+    from k3vl.kernels.attn_residual.cluster_kernel import EXCHANGE, FROM_LANE, MEET, OPEN, TOTAL
 
-    cluster = Cluster(multiprocessors, 1024 // multiprocessors)
-    room = cluster.run(OPEN.value, [0] * 1024)
-    for text in EXCHANGES.value[multiprocessors // 8 * 2 :][:2]:
-        x = [float(i) for i in torch.randint(0, 100, (1024,))]
-        sums = cluster.run(text, room, x)
-        assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
-    assert cluster.run(FROM_LANE.value[3], sums) == [sums[3]] * 1024
+    return [
+        (OPEN.value, [0] * 1024),
+        (MEET.value, 0),
+        (EXCHANGE.value, 0, numbers),
+        (FROM_LANE.value[3], 2),
+        (TOTAL.value, 0, numbers),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exchanges_give_all_threads_the_sums_of_lanes_and_of_all(seed: int) -> None:
+    """Whoever comes first; nobody uses what is not there, waits for what does not come."""
+    pytest.importorskip("triton.experimental.gluon")
+    x = [float(i) for i in torch.randint(0, 100, (1024,))]
+    _, factors, sums, third, totals = Cluster(8, 128, seed).run(*pieces(x))
+    assert factors == [1 << 16] * 1024
+    assert sums == [sum(x[i % 32 :: 32]) for i in range(1024)]
+    assert third == [sums[3]] * 1024
+    assert totals == [sum(x)] * 1024
+
+
+@pytest.mark.parametrize(
+    ("left_out", "of", "found"),
+    [
+        ("barrier.cluster.wait.acquire.aligned;", 1, "nobody has made"),
+        ("bar.sync 0;", 2, "before it was written"),
+        ("@!done bra again;", 2, "before it was written"),
+        ("@!done bra again;", 4, "before it was written"),
+    ],
+)
+def test_what_is_too_early_is_found(left_out: str, of: int, found: str) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    all_pieces = pieces([1.0] * 1024)
+    text, *inputs = all_pieces[of]
+    assert left_out in text
+    all_pieces[of] = (text.replace(left_out, ""), *inputs)
+    with pytest.raises(AssertionError, match=found):
+        Cluster(8, 128).run(*all_pieces)
+
+
+def test_rows_are_widened_exactly() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from k3vl.kernels.attn_residual.cluster_kernel import WIDEN
+
+    x = torch.randn(64).bfloat16()
+    pairs = x.view(torch.int32).long() & LOW
+    mask, factor = torch.full_like(pairs, 0xFFFF0000), torch.full_like(pairs, 1 << 16)
+    got = run_ptx(WIDEN.value, {2: pairs, 3: factor, 4: factor, 5: mask, 6: mask})
+    assert torch.equal(torch.stack([floats(got["$0"]), floats(got["$1"])], 1).flatten(), x.float())
