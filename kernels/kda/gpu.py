@@ -1,4 +1,4 @@
-"""Kimi Delta Attention on a CUDA device: one launch a token, two or three a prefill."""
+"""Kimi Delta Attention on a CUDA device: one launch a token, two to five a prefill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from k3vl.errors import ShapeError
 from k3vl.kernels.dependent import begins_early
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.kda import check_shapes
-from k3vl.kernels.kda.hopper import HopperShape, Walk, hopper_takes, hopper_walk
+from k3vl.kernels.kda.hopper import (
+    HopperShape,
+    Prepare,
+    Walk,
+    hopper_prepare,
+    hopper_takes,
+    hopper_walk,
+)
 from k3vl.kernels.kda.prepare_kernel import kda_prepare_kernel
 from k3vl.kernels.kda.reference import kda_prefill_reference
 from k3vl.kernels.kda.step_hopper import hopper_step, hopper_steps
@@ -27,14 +34,20 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 """Tokens, 2^5: decays of exp(-5) over them, split around their middle, still are float32."""
+_FEW_HEADS = 16
+"""Up to here three quarters of a long sequence are prepared beside the walk; 12 heads are measured.
+
+270 us instead of 299 (T8192); with 96 heads, whose walk has 96 of 132 multiprocessors, a sixth
+gains 4 of 979.
+"""
+_LONG = 64
+"""Chunks of a sequence that is long."""
 _MANY_HEADS = 64
 """From here on a program of the sequential kernel on Hopper has whole heads, below it halves.
 
 With 12 heads halves take 311 us and wholes 404, with 96 they take 1,087 and 991 (T8192; halves too
 with joined products); nothing between is measured.
 """
-_REGISTERS = 128
-"""At most so many for a thread of the parallel kernel on Hopper: four programs a multiprocessor."""
 
 
 class Snapshots(NamedTuple):
@@ -201,15 +214,12 @@ def prefill_launches(
         taps=torch.empty(weights.conv.shape[::-1], device=qkv.device),
     )
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    launches: dict[str, Callable[[], None]] = {"begin": partial(_begin, work)}
     if isinstance(layout, HopperShape):
-        walk = partial(_walk_on_hopper, work, layout, out)
+        launches |= _hopper_launches(work, layout, out)
     else:
-        walk = partial(_walk, work, layout, out)
-    launches: dict[str, Callable[[], None]] = {
-        "begin": partial(_begin, work),
-        "prepare": partial(_prepare, work),
-        "walk": walk,
-    }
+        launches["prepare"] = partial(_prepare, work)
+        launches["walk"] = partial(_walk, work, layout, out)
     if layout.values < key:
         launches["norm"] = partial(_norm, work, out)
     return out, launches
@@ -253,12 +263,8 @@ class _Work(NamedTuple):
 
     @property
     def early(self) -> bool:
-        """Whether a launch may begin before the one in front of it has ended.
-
-        Not with halves of heads, which lose by it: 338 us instead of 305 (T8192 H12).
-        """
-        whole = isinstance(self.layout, HopperShape) and self.layout.whole
-        return whole and begins_early(self.inputs[0])
+        """Whether a launch may begin before the one in front of it has ended."""
+        return isinstance(self.layout, HopperShape) and begins_early(self.inputs[0])
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -313,6 +319,7 @@ def _prepare(work: _Work) -> None:
     windows, _, cells, cu_seqlens, ends = work.pool
     half = work.chunks.u.dtype != torch.float32
     heads, layout = cells.shape[1], work.layout
+    assert isinstance(layout, PrefillShape)
     kda_prepare_kernel[work.slots](
         *(qkv, decay, write, work.taps, work.weights.a_log, work.weights.dt_bias),
         *(windows, cells, cu_seqlens, ends, *work.chunks),
@@ -326,17 +333,62 @@ def _prepare(work: _Work) -> None:
         LEVELS=CHUNK.bit_length() - 1,
         INVERSE=tl.float16 if half else tl.float32,
         FAST=half,
-        MINUS_W=isinstance(layout, HopperShape),
-        PDL=work.early,
         **work.common,
         num_warps=4,
-        maxnreg=_REGISTERS if isinstance(layout, HopperShape) else layout.registers,
-        launch_pdl=work.early,
+        maxnreg=layout.registers,
     )
 
 
-def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None:
-    """As :func:`_walk`."""
+def _hopper_launches(
+    work: _Work, layout: HopperShape, out: torch.Tensor
+) -> dict[str, Callable[[], None]]:
+    """With few heads, most of a long sequence is prepared beside the walk through its beginning.
+
+    The first launch has waited for the inputs; so the one aside, which begins once all programs of
+    the walk have, need not, and so the next walk finds what both of them leave.
+    """
+    slots = work.slots[1]
+    long = work.early and len(work.pool.cells) == 1 and slots >= _LONG
+    before = slots - int(slots * layout.aside) if long else slots
+    tokens = before * CHUNK
+    if before == slots:
+        return {
+            "prepare": partial(_prepare_on_hopper, work, (0, slots)),
+            "walk": partial(_walk_on_hopper, work, layout, out),
+        }
+    rest = (before, slots - before)
+    return {
+        "prepare": partial(_prepare_on_hopper, work, (0, before)),
+        "walk": partial(_walk_on_hopper, work, layout, out, last=tokens),
+        "prepare the rest": partial(_prepare_on_hopper, work, rest, aside=True),
+        "walk the rest": partial(_walk_on_hopper, work, layout, out, first=tokens),
+    }
+
+
+def _prepare_on_hopper(work: _Work, slots: tuple[int, int], *, aside: bool = False) -> None:
+    """As :func:`_prepare`, of some chunks."""
+    qkv, _, decay, write = work.inputs
+    windows, _, *places = work.pool
+    weights = work.weights
+    assert weights.lower_bound is not None
+    prepare = Prepare(
+        inputs=(qkv, decay, write),
+        weights=(work.taps, weights.a_log, weights.dt_bias),
+        pool=(windows, *places),
+        chunks=work.chunks,
+        lower_bound=weights.lower_bound,
+        searched=work.searched,
+        chunk=CHUNK,
+        slots=slots,
+        aside=aside,
+    )
+    hopper_prepare(prepare, early=work.early)
+
+
+def _walk_on_hopper(
+    work: _Work, layout: HopperShape, out: torch.Tensor, first: int = 0, last: int | None = None
+) -> None:
+    """As :func:`_walk`, of some tokens."""
     walk = Walk(
         chunks=work.chunks,
         inputs=work.inputs[:2],
@@ -346,6 +398,8 @@ def _walk_on_hopper(work: _Work, layout: HopperShape, out: torch.Tensor) -> None
         out=out,
         eps=work.weights.eps,
         chunk=CHUNK,
+        first=first,
+        last=last,
     )
     hopper_walk(walk, layout, early=work.early)
 
@@ -404,7 +458,8 @@ def _shape(heads: int, key: int, *, half: bool, hopper: bool) -> PrefillShape | 
     By the model alone: what a sequence gets does not depend on the batch.
     """
     if hopper:
-        return HopperShape(128, 5) if heads >= _MANY_HEADS else HopperShape(64, 3)
+        few = 3 / 4 if heads <= _FEW_HEADS else 0.0
+        return HopperShape(128, 5) if heads >= _MANY_HEADS else HopperShape(64, 3, few)
     return PrefillShape(min(key, 64), 4, *((3, 128) if half else (1, None)))
 
 

@@ -1,4 +1,4 @@
-"""The sequential half of KDA prefill on compute capability 9.0: what it takes, how it starts."""
+"""KDA prefill on compute capability 9.0: what it takes, how its kernels start."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 SIDE, KEY, TAPS = 64, 128, 3
 """Value channels of four warps, and the only widths of heads and of windows."""
 
+_ENDLESS = 1 << 30
+"""Tokens."""
+
 _WIDEST = 8
 """Elements of bfloat16 that a thread loads at once."""
 
@@ -23,10 +26,12 @@ class HopperShape(NamedTuple):
     Attributes:
         values: value channels of a program of the sequential kernel, 64 or 128; all: it also norms.
         stages: chunks that it keeps in shared memory.
+        aside: part of a long sequence that is prepared beside the walk through what is before it.
     """
 
     values: int
     stages: int
+    aside: float = 0.0
 
     @property
     def whole(self) -> bool:
@@ -45,6 +50,71 @@ def hopper_takes(
     )
 
 
+class Prepare(NamedTuple):
+    """One launch of the parallel kernel.
+
+    Attributes:
+        inputs: qkv, decay and write of the projections.
+        weights: halved taps of the convolution [W, 3 H K], a_log and dt_bias, float32.
+        pool: windows, cells, cu_seqlens and ends.
+        chunks: what it writes: wq, u, kl, scores and gamma.
+        lower_bound: of the decays' logarithms, -5 or above.
+        searched: a power of two from the number of sequences on.
+        chunk: tokens of a chunk.
+        slots: those of all chunks that this launch is about: the first, and how many.
+        aside: whether it runs beside the launch in front of it, which has waited for its inputs.
+    """
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    pool: tuple[torch.Tensor, ...]
+    chunks: tuple[torch.Tensor, ...]
+    lower_bound: float
+    searched: int
+    chunk: int
+    slots: tuple[int, int]
+    aside: bool = False
+
+
+def hopper_prepare(
+    prepare: Prepare, *, early: bool, launch: Callable[..., None] | None = None
+) -> None:
+    """Fill ``chunks``; ``launch`` as in :func:`hopper_walk`."""
+    qkv, decay, write = prepare.inputs
+    windows, cells, cu_seqlens, ends = prepare.pool
+    wq, u, kl, scores, gamma = prepare.chunks
+    (sequences, heads), chunk = cells.shape, prepare.chunk
+    blocks = ((wq, [chunk, KEY]), (u, [KEY, chunk]), (scores, [chunk, chunk]))
+    matrices = [(x.view(-1, x.shape[-1]), block) for x, block in blocks]
+    args: tuple[Any, ...] = (
+        *(qkv, decay, write, *prepare.weights, windows, cells, cu_seqlens, ends, wq, kl, gamma),
+        *(write.stride(0), cells.stride(0), *windows.stride()[:3], prepare.lower_bound, sequences),
+        prepare.slots[0],
+    )
+    constants: dict[str, Any] = {
+        "S_QKV": qkv.stride(0),
+        "S_DECAY": decay.stride(0),
+        "H": heads,
+        "BS": prepare.searched,
+        "C": chunk,
+        "R": 8,
+        "LEVELS": chunk.bit_length() - 1,
+        "K": KEY,
+        "W": windows.shape[1] + 1,
+        "ASIDE": prepare.aside,
+        "PDL": early,
+    }
+    grid = (heads, prepare.slots[1], 1)
+    from k3vl.kernels.kda.prepare_hopper_kernel import kda_prepare_hopper_kernel as kernel
+
+    if launch is not None:
+        launch(kernel, grid, matrices, *args, **constants)
+        return
+    # Four programs a multiprocessor.
+    options = {"num_warps": 4, "maxnreg": 128, "launch_pdl": early}
+    kernel[grid](*_described(matrices), *args, **constants, **options)
+
+
 class Walk(NamedTuple):
     """One launch of the sequential kernel.
 
@@ -57,6 +127,8 @@ class Walk(NamedTuple):
         out: [N, H K].
         eps: of the norm.
         chunk: tokens of a chunk.
+        first, last: the tokens of each sequence that this launch is about, multiples of ``chunk``;
+            no ``last``: to the end.
     """
 
     chunks: tuple[torch.Tensor, ...]
@@ -67,6 +139,8 @@ class Walk(NamedTuple):
     out: torch.Tensor
     eps: float
     chunk: int
+    first: int = 0
+    last: int | None = None
 
 
 def hopper_walk(
@@ -104,6 +178,8 @@ def hopper_walk(
         *windows.stride()[:3],
         states.stride(0),
         walk.eps,
+        walk.first,
+        _ENDLESS if walk.last is None else walk.last,
         heads,
     )
     constants: dict[str, Any] = {
@@ -116,6 +192,7 @@ def hopper_walk(
         "OUTS": 2,
         "WARPS": 8 if shape.whole else 2,
         "ALIGNED": aligned,
+        "LAST": walk.last is None,
         "PDL": early,
     }
     grid = (key // shape.values * sequences * heads, 1, 1)

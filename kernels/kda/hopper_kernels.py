@@ -24,22 +24,27 @@ from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_
 
 
 @gluon.jit
-def rows_of(i_s, cu_seqlens, ends):
-    """Of a sequence: where its rows begin, its tokens, and those with the padding."""
+def rows_of(i_s, rows):
+    """Of a part of a sequence: where its rows begin, its tokens, and those with the padding.
+
+    rows: cu_seqlens, ends, and the part of each sequence: tokens from where to where.
+    """
+    cu_seqlens, ends, first, last = rows
     begin = gl.load(cu_seqlens + i_s)
     room = (gl.load(cu_seqlens + i_s + 1) - begin).to(gl.int32)
     length = (gl.load(ends + i_s) - begin).to(gl.int32)
-    return begin, length, room
+    length = gl.maximum(gl.minimum(length, last) - first, 0)
+    return begin + first, length, gl.maximum(gl.minimum(room, last) - first, 0)
 
 
 @gluon.jit
 def walk_fetch(
-    wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores, m_gamma, landed, used,
+    wq, kl, u, scores, gamma, rows, m_wq, m_kl, m_u, m_scores, m_gamma, landed, used,
     i_s, i_h, i_v, H, C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything about a chunk, as soon as there is room for it."""
     SIZE: gl.constexpr = 2 * (3 * C * K + BV * C + C * C) + 4 * K
-    begin, length, _ = rows_of(i_s, cu_seqlens, ends)
+    begin, length, _ = rows_of(i_s, rows)
     slot = (begin // C + i_s).to(gl.int32)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
@@ -83,7 +88,7 @@ def copy_out(
 
 @gluon.jit
 def walk_state(
-    states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
+    states, cells, depths, snapshots, rows, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
     m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
     K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
     DEPTHS: gl.constexpr,
@@ -101,7 +106,7 @@ def walk_state(
     o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))
     o_s = o_k[None, :] * K + o_v[:, None]
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    _, length, _ = rows_of(i_s, cu_seqlens, ends)
+    _, length, _ = rows_of(i_s, rows)
     p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state + o_s
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
@@ -122,13 +127,15 @@ def walk_state(
         o = warpgroup_mma_wait(1, [o])
         hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
         b_s = warpgroup_mma_wait(0, [moved])
-        copy_out(b_s, states, o_s, depths, snapshots, s_state, (c + 1) * C, i_s, i_h, H, DEPTHS)
+        copy_out(
+            b_s, states, o_s, depths, snapshots, s_state, rows[2] + (c + 1) * C, i_s, i_h, H, DEPTHS
+        )
     gl.store(p_state, b_s)
 
 
 @gluon.jit
 def walk_state_joined(
-    states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
+    states, cells, depths, snapshots, rows, s_state, s_cells, m_wq, m_kl, m_u, m_scores,
     m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v, H, SIDE: gl.constexpr, C: gl.constexpr,
     K: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
     DEPTHS: gl.constexpr,
@@ -150,7 +157,7 @@ def walk_state_joined(
     o_s = o_k[None, :] * K + o_v[:, None]
     zero = gl.zeros([64, 2 * C], gl.float32, BOTH)
     nothing = gl.zeros([64, C], gl.float32, ROWS)
-    _, length, _ = rows_of(i_s, cu_seqlens, ends)
+    _, length, _ = rows_of(i_s, rows)
     p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state + o_s
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
@@ -173,7 +180,9 @@ def walk_state_joined(
         o = gl.convert_layout(o, ROWS) + inner
         hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
         b_s = warpgroup_mma_wait(0, [moved])
-        copy_out(b_s, states, o_s, depths, snapshots, s_state, (c + 1) * C, i_s, i_h, H, DEPTHS)
+        copy_out(
+            b_s, states, o_s, depths, snapshots, s_state, rows[2] + (c + 1) * C, i_s, i_h, H, DEPTHS
+        )
     gl.store(p_state, b_s)
 
 
@@ -286,33 +295,35 @@ def walk_windows(
 
 @gluon.jit
 def walk_rest(
-    qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out, m_o, told, taken,
+    qkv, gate, o_norm, windows, cells, depths, snapshots, rows, out, m_o, told, taken,
     s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps, i_s, i_h, i_v, H, C: gl.constexpr,
     K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, OUTS: gl.constexpr, DEPTHS: gl.constexpr,
-    WARPS: gl.constexpr, ALIGNED: gl.constexpr,
+    WARPS: gl.constexpr, ALIGNED: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """Some warps: rows of the output, then the windows."""
-    begin, length, room = rows_of(i_s, cu_seqlens, ends)
+    begin, length, room = rows_of(i_s, rows)
     walk_rows(gate, o_norm, out, m_o, told, taken, begin, length, room, s_gate, eps, i_h, i_v, H, C,
               K, BV, OUTS, WARPS, ALIGNED)  # fmt: skip
-    if i_v == 0:
+    if LAST and i_v == 0:
         walk_windows(qkv, windows, cells, depths, snapshots, s_qkv, s_cells, s_window, s_tap,
-                     s_stream, begin, begin + length, i_s, i_h, H, K, W, DEPTHS,
-                     WARPS)  # fmt: skip
+                     s_stream, gl.load(rows[0] + i_s), gl.load(rows[1] + i_s), i_s, i_h, H, K, W,
+                     DEPTHS, WARPS)  # fmt: skip
 
 
 @gluon.jit
 def kda_walk_sides_kernel(
     wq, kl, u, scores, gamma, qkv, gate, o_norm, windows, states, cells, cu_seqlens, ends,
-    depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, H,
+    depths, snapshots, out, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, s_state, eps, first,
+    last, H,
     C: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, DEPTHS: gl.constexpr,
     STAGES: gl.constexpr, OUTS: gl.constexpr, WARPS: gl.constexpr, ALIGNED: gl.constexpr,
-    PDL: gl.constexpr,
+    LAST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of one head (BV of its value channels, 64 or all 128) through one sequence.
 
     The first five describe blocks of what the parallel kernel wrote, with -w and q in ``wq``.
-    ``s_gate`` is in units of ALIGNED elements, so that the compiler may load so many at once.
+    ``s_gate`` is in units of ALIGNED elements, so that the compiler may load so many at once. Of
+    tokens ``first`` to ``last``, multiples of C; LAST: nothing comes behind, so windows advance.
     """
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SHORT: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
@@ -343,13 +354,14 @@ def kda_walk_sides_kernel(
     meet()
     if PDL:
         wait_for_inputs()
+    rows = cu_seqlens, ends, first, last
     if SIDES == 1:
         gl.warp_specialize(
             [
                 (
                     walk_state,
                     (
-                        states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
+                        states, cells, depths, snapshots, rows, s_state, s_cells, m_wq,
                         m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
                         H, 0, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
@@ -357,15 +369,15 @@ def kda_walk_sides_kernel(
                 (
                     walk_rest,
                     (
-                        qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out,
+                        qkv, gate, o_norm, windows, cells, depths, snapshots, rows, out,
                         m_o, told, taken, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps,
-                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
+                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED, LAST,
                     ),
                 ),
                 (
                     walk_fetch,
                     (
-                        wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores,
+                        wq, kl, u, scores, gamma, rows, m_wq, m_kl, m_u, m_scores,
                         m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES,
                     ),
                 ),
@@ -379,7 +391,7 @@ def kda_walk_sides_kernel(
                 (
                     walk_state_joined,
                     (
-                        states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
+                        states, cells, depths, snapshots, rows, s_state, s_cells, m_wq,
                         m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
                         H, 0, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
@@ -387,7 +399,7 @@ def kda_walk_sides_kernel(
                 (
                     walk_state_joined,
                     (
-                        states, cells, depths, snapshots, cu_seqlens, ends, s_state, s_cells, m_wq,
+                        states, cells, depths, snapshots, rows, s_state, s_cells, m_wq,
                         m_kl, m_u, m_scores, m_gamma, m_o, landed, used, told, taken, i_s, i_h, i_v,
                         H, 1, C, K, BV, STAGES, OUTS, DEPTHS,
                     ),
@@ -395,15 +407,15 @@ def kda_walk_sides_kernel(
                 (
                     walk_rest,
                     (
-                        qkv, gate, o_norm, windows, cells, depths, snapshots, cu_seqlens, ends, out,
+                        qkv, gate, o_norm, windows, cells, depths, snapshots, rows, out,
                         m_o, told, taken, s_qkv, s_gate, s_cells, s_window, s_tap, s_stream, eps,
-                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED,
+                        i_s, i_h, i_v, H, C, K, BV, W, OUTS, DEPTHS, WARPS, ALIGNED, LAST,
                     ),
                 ),
                 (
                     walk_fetch,
                     (
-                        wq, kl, u, scores, gamma, cu_seqlens, ends, m_wq, m_kl, m_u, m_scores,
+                        wq, kl, u, scores, gamma, rows, m_wq, m_kl, m_u, m_scores,
                         m_gamma, landed, used, i_s, i_h, i_v, H, C, K, BV, STAGES,
                     ),
                 ),

@@ -13,7 +13,6 @@ on its diagonal, and what divides by them are factors of rows and columns of the
 import triton
 import triton.language as tl
 
-from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
 from k3vl.kernels.kda.step_kernel import sigmoid
 
 
@@ -148,7 +147,7 @@ def _one_chunk(
     s_stream, lower_bound, i_h, block, lowest, count, S_QKV: tl.constexpr, S_DECAY: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LEVELS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, DTYPE: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr, MINUS_W: tl.constexpr, FULL: tl.constexpr,
+    FAST: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
@@ -215,7 +214,7 @@ def _one_chunk(
         q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * (K**-0.5))[:, :, None]
         q *= tl.exp2(tl.fma(totals[s], bound, from_middle))
         q_ups = q_ups + (q,)  # noqa: RUF005
-        q *= to_middle if MINUS_W else -to_middle
+        q *= -to_middle
         tl.store(wq + block * (2 * C * K) + (C + s) * K + o_gk, q.to(DTYPE))
 
     o_i = o_t[:, None]
@@ -237,7 +236,7 @@ def _one_chunk(
     solve = _invert(mix, o_i, o_j, LEVELS, INVERSE, PRECISION)
     solve = solve * beta[None, :] * left[:, None]
     b_w = tl.dot((solve * right).to(DTYPE), k_up, input_precision=PRECISION)
-    b_w *= -middle if MINUS_W else middle
+    b_w *= middle
     tl.store(wq + block * (2 * C * K) + o_i * K + o_c[None, :], b_w.to(DTYPE))
     values = _convolved(v_rows, v_taps, R, W, FAST)
     b_u = tl.dot(solve.to(DTYPE), _whole(values, C, K, DTYPE), input_precision=PRECISION)
@@ -250,18 +249,15 @@ def kda_prepare_kernel(
     gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S, S_QKV: tl.constexpr,
     S_DECAY: tl.constexpr, H: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     LEVELS: tl.constexpr, K: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr,
-    INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, MINUS_W: tl.constexpr,
-    PDL: tl.constexpr,
+    INVERSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Everything about one chunk of one head that does not need the state.
 
-    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K] (or -w and qg), kl
-    [C, K], u [V, C] and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s
-    + c`` is chunk c of sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first,
-    halved for a fast SiLU. What a model decides is constant, so that rows are offsets in the code.
+    Writes, per slot and head: w and -qg behind each other in ``wq`` [2C, K], kl [C, K], u [V, C]
+    and scores [C, C] in DTYPE, gamma [K] float32. Slot ``cu_seqlens[s] // C + s + c`` is chunk c of
+    sequence s: no two chunks share one. ``conv`` is [W, 3 H K], the taps first, halved for a fast
+    SiLU. What a model decides is constant, so that rows are offsets in the code.
     """
-    let_next_begin(PDL)
-    wait_for_inputs(PDL)
     i_h = tl.program_id(0)
     slot = tl.program_id(1)
     i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C)
@@ -276,10 +272,10 @@ def kda_prepare_kernel(
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, 1 - W,
                        C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION, FAST,
-                       MINUS_W, True)  # fmt: skip
+                       True)  # fmt: skip
         else:
             lowest = tl.where(start != begin, 1 - W, 0)
             _one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, u,
                        kl, scores, gamma, s_write, s_tap, s_stream, lower_bound, i_h, block, lowest,
                        count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, DTYPE, INVERSE, PRECISION,
-                       FAST, MINUS_W, False)  # fmt: skip
+                       FAST, False)  # fmt: skip

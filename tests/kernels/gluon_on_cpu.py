@@ -174,12 +174,13 @@ class _Language(ModuleType):
     """Stands for ``triton.experimental.gluon.language``; one per program of a launch."""
 
     int32, int64 = torch.int32, torch.int64
-    float32, bfloat16 = torch.float32, torch.bfloat16
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     exp, log = staticmethod(torch.exp), staticmethod(torch.log)
     abs, rsqrt = staticmethod(torch.abs), staticmethod(torch.rsqrt)
     reshape, zeros_like = staticmethod(torch.reshape), staticmethod(torch.zeros_like)
     join = staticmethod(lambda a, b: torch.stack([a, b], -1))
+    fma = staticmethod(lambda a, b, c: a * b + c)
     static_range = range
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
@@ -513,6 +514,8 @@ def launch(
             "begin_copy": _copy,
             "begin_store": stores.begin,
             "wait_for_stores": stores.wait,
+            "narrow": lambda x: x.to(torch.bfloat16),
+            "tanh": torch.tanh,
             "meet": _meet,
             "take_turn": turns.take,
             "give_turn": turns.give,

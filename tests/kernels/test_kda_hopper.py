@@ -100,9 +100,13 @@ def prepare(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def walk(
-    call: Call, shape: Any, snapshots: tuple[torch.Tensor, torch.Tensor] | None = None
+    call: Call,
+    shape: Any,
+    snapshots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    chunks: tuple[torch.Tensor, ...] | None = None,
+    border: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, windows and states behind the kernel."""
+    """Output, windows and states behind the kernel, in two launches where there is a border."""
     from k3vl.kernels.kda.hopper import Walk, hopper_walk
     from tests.kernels.gluon_on_cpu import Descriptor, launch
 
@@ -113,7 +117,7 @@ def walk(
     windows, states = call.windows.clone(), call.states.clone()
     out = torch.full_like(call.inputs[1], float("nan")).contiguous()
     job = Walk(
-        chunks=prepare(call),
+        chunks=chunks or prepare(call),
         inputs=call.inputs[:2],
         o_norm=call.weights.o_norm,
         pool=(windows, states, call.cells, call.cu_seqlens, call.ends),
@@ -122,7 +126,10 @@ def walk(
         eps=call.weights.eps,
         chunk=CHUNK,
     )
-    hopper_walk(job, shape, early=True, launch=on_cpu)
+    for part in (
+        (job,) if border is None else (job._replace(last=border), job._replace(first=border))
+    ):
+        hopper_walk(part, shape, early=True, launch=on_cpu)
     return out, windows, states
 
 
@@ -215,6 +222,7 @@ def test_choice_of_the_layout() -> None:
 
     assert _shape(96, 128, half=True, hopper=True) == HopperShape(128, 5)
     assert _shape(48, 128, half=True, hopper=True) == HopperShape(64, 3)
+    assert _shape(12, 128, half=True, hopper=True) == HopperShape(64, 3, 3 / 4)
     assert _shape(96, 128, half=True, hopper=False) == PrefillShape(64, 4, 3, 128)
     assert _shape(4, 16, half=False, hopper=False) == PrefillShape(16, 4, 1, None)
 

@@ -343,24 +343,27 @@ def check_kda_pieces() -> Iterator[str]:
     """A sequence in pieces of whole chunks has the bits of one that is not."""
     dtype, heads, key = DTYPES[-1], 2, 16 if not ON_GPU else 128
     shapes: list[PrefillShape | KDAHopperShape | None] = [None]
+    lengths = [140]
     if ON_GPU and torch.cuda.get_device_capability() == (9, 0):
-        shapes += [HOPPER_WHOLE]
-    weights, args = kda_weights(heads, key), kda_inputs(140, heads, key, dtype)
-    cells = torch.tensor([[1, 0]], device=DEVICE)
+        shapes += [HOPPER_WHOLE, HOPPER_VARIANT]
+        lengths += [2200]  # the default prepares a part of it beside the walk
+    weights, cells = kda_weights(heads, key), torch.tensor([[1, 0]], device=DEVICE)
     windows, states = pool(2, key, dtype)
-    for shape in shapes:
-        whole, parts = ((windows.clone(), states.clone()) for _ in range(2))
-        span = torch.tensor([0, 140], device=DEVICE)
-        want = kda_prefill(*args, weights, *whole, cells, span, span[1:], shape=shape)
-        got = []
-        for begin, end in ((0, CHUNK), (CHUNK, 3 * CHUNK), (3 * CHUNK, 140)):
-            piece = [x[begin:end] for x in args]
-            span = torch.tensor([0, end - begin], device=DEVICE)
-            got.append(kda_prefill(*piece, weights, *parts, cells, span, span[1:], shape=shape))
-        assert torch.equal(torch.cat(got), want), shape
-        assert torch.equal(parts[0], whole[0]), shape
-        assert torch.equal(parts[1], whole[1]), shape
-        yield f"{shape}"
+    for length in lengths:
+        args = kda_inputs(length, heads, key, dtype)
+        for shape in shapes:
+            whole, parts = ((windows.clone(), states.clone()) for _ in range(2))
+            span = torch.tensor([0, length], device=DEVICE)
+            want = kda_prefill(*args, weights, *whole, cells, span, span[1:], shape=shape)
+            got = []
+            for begin, end in ((0, CHUNK), (CHUNK, 3 * CHUNK), (3 * CHUNK, length)):
+                piece = [x[begin:end] for x in args]
+                span = torch.tensor([0, end - begin], device=DEVICE)
+                got.append(kda_prefill(*piece, weights, *parts, cells, span, span[1:], shape=shape))
+            assert torch.equal(torch.cat(got), want), shape
+            assert torch.equal(parts[0], whole[0]), shape
+            assert torch.equal(parts[1], whole[1]), shape
+            yield f"{length} tokens, {shape}"
 
 
 def check_mla_decode() -> Iterator[str]:
