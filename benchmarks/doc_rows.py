@@ -11,7 +11,11 @@ _THEN, _LATER = "6c1f8ef", "cbb41db"
 
 
 def _prefill(
-    label: str, shape: str, goal: float, share: float | None = None, run: str | None = None
+    label: str,
+    shape: str,
+    goal: float,
+    share: float | None = None,
+    instead: dict[str, str] | None = None,
 ) -> Row:
     return Row(
         label=f"KDA prefill {label}",
@@ -20,7 +24,7 @@ def _prefill(
         against="fla",
         goal=goal,
         share=share,
-        run=run,
+        instead=instead or {},
     )
 
 
@@ -47,8 +51,8 @@ def _residual(tokens: int, goal: float | None, share: float | None = None) -> Ro
 _FLASH = "k3vl, HopperFlash(programs={}, turns=False)"
 
 KERNELS = (
-    _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26, run="7c07b89"),
-    _prefill("T8192 H12", "1 x T8192 H12", 2.0, run="f12eb43"),
+    _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26),
+    _prefill("T8192 H12", "1 x T8192 H12", 2.0, instead={"101d791": "k3vl, 3/4 aside"}),
     _prefill("64 x T128 H96", "64 x T128 H96", 2.0),
     Row(
         label="KDA decode B32 H96",
@@ -109,7 +113,9 @@ _NARROW = "128x256 w4 s3 and 128x256 w4 s3"
 _WIDE = "128x128 w8 s3 and 128x128 w8 s3"
 
 
-def _experts(tokens: int, goal: float | None = None, share: float | None = None) -> Row:
+def _experts(
+    tokens: int, goal: float | None = None, share: float | None = None, run: str | None = None
+) -> Row:
     return Row(
         label=f"{tokens:,}" + (" token" if tokens == 1 else " tokens"),
         op="moe_experts_mxfp4",
@@ -117,15 +123,17 @@ def _experts(tokens: int, goal: float | None = None, share: float | None = None)
         against="Marlin",
         goal=goal,
         share=share,
+        run=run,
     )
 
 
 EXPERTS = (
     _experts(1, 1.5),
     _experts(8, 1.3),
-    _experts(32),
+    _experts(32, run="790b72d"),
     _experts(128, 1.3),
-    *(_experts(tokens) for tokens in (512, 2048, 4096)),
+    _experts(512, run="790b72d"),
+    *(_experts(tokens) for tokens in (2048, 4096)),
     _experts(8192, 2.0, 0.55),
     _experts(16384),
 )

@@ -215,6 +215,7 @@ def _measure(
         "median_us": round(timing.median, 2),
         "quartiles_us": [round(timing.low, 2), round(timing.high, 2)],
         "count": timing.count,
+        "cold_by": "reading",
         "bytes": case.bytes,
         "flops": case.flops,
         "of_bandwidth": round(case.bytes / seconds / ceilings.bandwidth, 3),
