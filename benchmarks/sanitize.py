@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=tuple(_SUMMARIES), default=tuple(_SUMMARIES))
     parser.add_argument("--program", default="compute-sanitizer")
-    parser.add_argument("--timeout", type=float, default=220.0, help="seconds, of each process")
+    parser.add_argument("--timeout", type=float, default=540.0, help="seconds, of each process")
     parser.add_argument("--commit", help="of the code, where there is no repository")
     parser.add_argument("--output", type=Path, help="append JSON lines here")
     options = parser.parse_args()
