@@ -113,9 +113,7 @@ _NARROW = "128x256 w4 s3 and 128x256 w4 s3"
 _WIDE = "128x128 w8 s3 and 128x128 w8 s3"
 
 
-def _experts(
-    tokens: int, goal: float | None = None, share: float | None = None, run: str | None = None
-) -> Row:
+def _experts(tokens: int, goal: float | None = None, share: float | None = None) -> Row:
     return Row(
         label=f"{tokens:,}" + (" token" if tokens == 1 else " tokens"),
         op="moe_experts_mxfp4",
@@ -123,17 +121,15 @@ def _experts(
         against="Marlin",
         goal=goal,
         share=share,
-        run=run,
     )
 
 
 EXPERTS = (
     _experts(1, 1.5),
     _experts(8, 1.3),
-    _experts(32, run="790b72d"),
+    _experts(32),
     _experts(128, 1.3),
-    _experts(512, run="790b72d"),
-    *(_experts(tokens) for tokens in (2048, 4096)),
+    *(_experts(tokens) for tokens in (512, 2048, 4096)),
     _experts(8192, 2.0, 0.55),
     _experts(16384),
 )
@@ -154,7 +150,7 @@ class Choice:
 
 def _choice(tokens: int, joined: str) -> Choice:
     one = f"k3vl, joined, {joined}"
-    return Choice(f"{tokens:,}", "moe_experts_mxfp4", f"T{tokens}, ", one, tokens < 448)
+    return Choice(f"{tokens:,}", "moe_experts_mxfp4", f"T{tokens}, ", one, tokens < 280)
 
 
 EIGHT_OR_ONE = (

@@ -7,6 +7,10 @@ that call runs beside the earlier launch. Weights may be asked for there, into t
 (:func:`ask_for`): that reads nothing, so nothing can be read too early. Every launch in a chain
 waits, so whoever has waited finds the results of all before it.
 
+One launch writes before it waits: KDA's parallel kernel beside the walk (``kda/gpu.py``). What is
+in front of the walk lets others begin behind its own wait, so all inputs are there; nobody else has
+to do with what it writes; and its last program waits, for those behind it.
+
 For recorded steps: their launches are short, and what lies between two of them is a good part.
 """
 # ruff: noqa: ANN001, ANN201

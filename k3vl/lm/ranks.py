@@ -251,13 +251,14 @@ def axis_of(name: str) -> int | None:
 class Cut:
     """A parameter's sections along an axis, of which ranks divide some: (a rank's length, whether).
 
-    Checkpoints hold the sections as tensors of their own; see :func:`axis_of`.
+    Checkpoints hold the sections as tensors of their own; see :func:`axis_of`. ``packed``: experts
+    in 4 bits, which lie in tiles and are put together as rows, one after the other, to be cut.
     """
 
     ranks: Ranks
     axis: int
     sections: tuple[tuple[int, bool], ...]
-    packed: bool = False  # in tiles, which are put together as rows before they are cut
+    packed: bool = False
 
     @classmethod
     def of(cls, ranks: Ranks, model: K3Model, name: str) -> Cut:
@@ -273,18 +274,18 @@ class Cut:
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part."""
+        if not self.packed:
+            return self._cut(whole, self.axis)
+        return torch.stack([in_tiles(self._cut(in_rows(one), self.axis - 1)) for one in whole])
+
+    def _cut(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
         size = self.ranks.size
         lengths = [length * (size if divided else 1) for length, divided in self.sections]
-        if self.packed:
-            whole = in_rows(whole)
         pieces = [
-            piece.chunk(size, self.axis)[self.ranks.rank] if divided else piece
-            for piece, (_, divided) in zip(
-                whole.split(lengths, self.axis), self.sections, strict=True
-            )
+            piece.chunk(size, axis)[self.ranks.rank] if divided else piece
+            for piece, (_, divided) in zip(whole.split(lengths, axis), self.sections, strict=True)
         ]
-        part = torch.cat(pieces, self.axis)
-        return in_tiles(part) if self.packed else part
+        return torch.cat(pieces, axis)
 
 
 _PACKED = ("mlp.w13", "mlp.w13_scale", "mlp.w2", "mlp.w2_scale")

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import scaled_dot_product_attention
 
-from k3vl.kernels.attn_residual.gpu import attn_residual
+from k3vl.kernels.attn_residual.gpu import FEW, attn_residual
 from k3vl.kernels.attn_residual.reference import attn_residual_reference
 from k3vl.kernels.bench import sglang_attention
 from k3vl.kernels.bench.case import Case, Peer, normal
@@ -82,7 +82,7 @@ def _residual_ways(tokens: int) -> dict[str, dict[str, Any]]:
     if tokens > 128:
         return {}
     triton: dict[str, dict[str, Any]] = {f"in Triton, {n} warps": {"warps": n} for n in (8, 4)}
-    return {"a cluster a token": {"cluster": True}, **triton}
+    return triton if tokens <= FEW else {"a cluster a token": {"cluster": True}, **triton}
 
 
 def _decode_shapes(batch: int, length: int) -> dict[str, DecodeShape | HopperShape | TurnedShape]:

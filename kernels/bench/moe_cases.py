@@ -80,7 +80,7 @@ def moe_cases() -> Iterator[Case]:
             limit=8e-3,
             bytes=len(touched) * _BYTES_OF_ONE + 4 * tokens * _L,
             flops=2 * tokens * _K * 3 * _L * _I,
-            # Few tokens have products of their own; from how many on these do better is open.
+            # Few tokens have products of their own; these do better from a few more on.
             variants={"one product a step": partial(_many, x, weights, chosen, stored, norm)}
             if 256 <= tokens < JOINED_PAIRS * _E // _K
             else {},

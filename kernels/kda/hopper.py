@@ -40,11 +40,11 @@ class HopperShape(NamedTuple):
 
 
 def hopper_takes(
-    qkv: torch.Tensor, gate: torch.Tensor, windows: torch.Tensor, states: torch.Tensor
+    inputs: tuple[torch.Tensor, ...], windows: torch.Tensor, states: torch.Tensor
 ) -> bool:
-    """Whether dtypes and widths fit: bfloat16, K3's heads and convolution."""
+    """Whether dtypes and widths fit: all ``inputs`` in bfloat16, K3's heads and convolution."""
     return (
-        qkv.dtype == gate.dtype == windows.dtype == torch.bfloat16
+        all(x.dtype == torch.bfloat16 for x in (*inputs, windows))
         and states.dtype == torch.float32
         and (states.shape[-1], windows.shape[1]) == (KEY, TAPS)
     )
@@ -119,7 +119,7 @@ class Walk(NamedTuple):
     """One launch of the sequential kernel.
 
     Attributes:
-        chunks: what ``kda_prepare_kernel`` wrote: wq, u, kl, scores and gamma.
+        chunks: what ``kda_prepare_hopper_kernel`` wrote: wq, u, kl, scores and gamma.
         inputs: qkv and gate of the projections.
         o_norm: [K] float32.
         pool: windows, states, cells, cu_seqlens and ends.

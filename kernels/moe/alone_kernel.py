@@ -2,13 +2,15 @@
 
 As in ``few_kernel.py`` warps share nothing while they multiply. Rows are dealt out differently:
 every warp takes the same number of them, all columns of each, and all warps fit on the device at
-once. A warp multiplies tiles of 16 rows, of which the last may be partly empty: 24 features are 24
-gates and their ups in three tiles, 28 on the way back are in two.
+once. A warp multiplies 16 rows at a time, of which the last may be partly empty: 24 features are 24
+gates and their ups in three products, 28 on the way back are in two.
 
 Scales multiply sums. The tensor cores take eight columns of tokens, and there is one token: column
 n is the token in the n-th group of 32 of 256 columns, and zero elsewhere, so that a row's sums come
 by groups. A code is decoded to its value times 2^-126, which is not multiplied by anything before
 the product; the token is, by 2^64.
+
+Weights and scales lie in tiles (``mxfp4.py``); their shapes below are those of the rows.
 
 Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
 """

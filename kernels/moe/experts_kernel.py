@@ -6,6 +6,8 @@ the product. A word holds columns 8 j .. 8 j + 7; instead of interleaving what i
 product runs eight times, over the columns 8 j + n for every n, so the right operand comes split
 that way ([rows, 8, width / 8]).
 
+Weights and scales lie in tiles (``mxfp4.py``); their shapes below are those of the rows.
+
 Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -121,7 +123,10 @@ def _weights(
     WORDS: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Decoded columns of BK words from word ``k`` on, eight tensors [M, BK]."""
+    """Decoded columns of BK words from word ``k`` on, eight tensors [M, BK].
+
+    TILE rows lie together; 1: every row by itself.
+    """
     o_w = tl.arange(0, BK)
     o_s = tl.arange(0, BK // 4)
     inside = rows % TILE

@@ -6,6 +6,8 @@ them, and a warp multiplies what its threads have decoded in one piece of code (
 neighbouring columns may be any, as long as weights and tokens agree: of the four threads that share
 a row each takes the group of 32 columns that lies in its 16 bytes.
 
+Weights and scales lie in tiles (``mxfp4.py``); their shapes below are those of the rows.
+
 Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005 - Triton takes a tuple apart, but not in another one

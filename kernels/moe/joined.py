@@ -30,7 +30,8 @@ class Joined:
     """How a product is cut.
 
     Attributes:
-        rows: of weights in a block, 64 for four warps at least; half of them gates, half ups.
+        rows: of weights in a block, 64 or 128, 64 for four warps at least; half of them gates,
+            half ups.
         warps: of a block.
         stages: steps whose loads are under way or done.
     """
@@ -104,7 +105,7 @@ def joined_products(
     mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
         most = programs if _in_turn(width, mean) else None
-        rows, constants = block_of(shapes[width], width, 2 * inner)
+        rows, constants = block_of(shapes[width], width)
         grid = _grid(2 * inner // rows, tiles.expert.numel(), most)
         gate_up_joined_kernel[grid](
             split, stored.w13, _words(stored.w13_scale), *plan.lists(width), hidden, top_k,
@@ -113,7 +114,7 @@ def joined_products(
         )  # fmt: skip
     for width, tiles in plan.tiles.items():
         most = programs if _in_turn(width, mean) else None
-        rows, constants = block_of(shapes[width], width, latent)
+        rows, constants = block_of(shapes[width], width)
         grid = _grid(latent // rows, tiles.expert.numel(), most)
         down_joined_kernel[grid](
             hidden, stored.w2, _words(stored.w2_scale), *plan.lists(width), outputs,
@@ -143,16 +144,13 @@ def _words(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int32)
 
 
-def block_of(shape: Joined, width: int, features: int) -> tuple[int, dict[str, int]]:
+def block_of(shape: Joined, width: int) -> tuple[int, dict[str, int]]:
     """Rows of a block and launch constants.
 
-    Smaller where a block would not divide the matrix, with fewer stages where they would not fit in
-    shared memory.
+    Fewer stages where they would not fit in shared memory.
     """
     rows, warps, stages = shape.rows, shape.warps, shape.stages
     wide = 1 << width.bit_length() - 1
-    while features % rows:
-        rows, warps = rows // 2, max(4, warps // 2)
     while shared_bytes(rows, warps, stages, width) > SHARED:
         stages -= 1
     return rows, {

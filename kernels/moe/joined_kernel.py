@@ -10,6 +10,8 @@ For this a step's 128 columns of a token lie together, by n and then j: tokens c
 [rows, width / 128, 8, 16]. Gate and up are one product: eight rows of gates, then the same eight of
 ups, so that both halves of a feature end in one thread.
 
+Weights and scales lie in tiles (``mxfp4.py``); their shapes below are those of the rows.
+
 Triton reads a kernel's annotations, so its arguments have none but ``constexpr``.
 """
 # ruff: noqa: ANN001, ANN201, ANN202
