@@ -10,7 +10,8 @@ depends on what happened to come first, so a missing barrier is found in every r
 - A copy's writes are known to who has waited for its barrier himself.
 - A product reads from its issue until it is waited for; then each warp knows of its own share of
   the reads alone.
-- What was stored by threads is there for products and copies after the storing warps' fence.
+- What was stored by threads is there for products and copies after the storing warps' fence, for
+  those who know of that: a fence behind the last meeting is the first's and the rest's own.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class Group:
 
     def fence(self) -> None:
         """What the group has stored is there for products and copies."""
-        for cell in self.unfenced:
-            cell.unfenced = False
-        self.unfenced.clear()
+        if self.unfenced:
+            now = self.tick()
+            for cell in self.unfenced:
+                cell.unfenced, cell.fence = False, now
+            self.unfenced.clear()
 
     def tells(self) -> Clock:
         """What an arrival of the first warp makes known."""
@@ -81,6 +84,7 @@ class Cell:
         self.product_reads: Clock = Counter()
         self.open = 0
         self.unfenced = False
+        self.fence: Clock = Counter()
 
     def load(self, group: Group) -> None:
         """By threads."""
@@ -101,7 +105,7 @@ class Cell:
         """It reads until :meth:`end_product`."""
         self._there("product")
         self._fenced("product")
-        self._known("product", self.writes, group, own=True)
+        self._known("product", self.writes | self.fence, group, own=True)
         self.open += 1
 
     def end_product(self, now: Clock) -> None:
@@ -116,13 +120,14 @@ class Cell:
         read = self.reads | self.product_reads
         # Whoever has read what a copy wrote had waited for it, so that its end comes before theirs.
         written = {name: t for name, t in self.writes.items() if not (read and name[:4] == COPY)}
-        self._check("copy", read | Counter(written), group.clocks[group.first])
+        before = read | Counter(written) | self.fence
+        self._check("copy", before, group.clocks[group.first])
         told: Clock = Counter({f"{COPY} {next(_copies)}": 1})
         self._written(told)
         return told
 
     def _written(self, when: Clock) -> None:
-        self.writes = Counter(when)
+        self.writes, self.fence = Counter(when), Counter()
         self.reads, self.product_reads = Counter(), Counter()
 
     def _known(self, what: str, before: Clock, group: Group, *, own: bool) -> None:
