@@ -27,6 +27,8 @@ FLOOD_SECONDS = 4.0
 ATTEMPTS = 3
 """A server that falls asleep does so each time; a machine with other things to do, now and then."""
 MOST_EXTRA = 50 * 2**20
+MOST_PICTURES = 4.0
+"""That a refusal may cost, in ordinary pictures that are answered; measured: 2 at most."""
 
 
 @pytest.fixture(scope="module")
@@ -256,16 +258,29 @@ def refused(server: Process, body: bytes) -> Cost:
     )
 
 
+@pytest.fixture(scope="module")
+def picture(server) -> float:
+    """CPU seconds of a picture that is answered; of three, the middle."""
+    process = psutil.Process(server.process.pid)
+    spent = []
+    for seed in (5, 6, 7):
+        until(lambda: is_settled(server, process))
+        before = cpu_seconds(process)
+        post(server.url, ask(image_part(photo(seed)), "x", max_tokens=1))
+        spent.append(cpu_seconds(process) - before)
+    return sorted(spent)[1]
+
+
 @pytest.mark.parametrize("body", bombs())
-def test_a_refused_bomb_costs_little(server, body: bytes) -> None:
+def test_a_refused_bomb_costs_little(server, picture: float, body: bytes) -> None:
     """``--log-cli-level=info`` shows what was measured."""
     for _ in range(ATTEMPTS):
         cost = refused(server, body)
-        logging.getLogger(__name__).info("%s", cost)
+        logging.getLogger(__name__).info("%s, a picture %.2f s", cost, picture)
         # Python frees what an earlier request left, or a sample falls on it, when it likes.
         if cost.extra_bytes < MOST_EXTRA:
             break
     assert cost.extra_bytes < MOST_EXTRA, cost
-    assert cost.cpu_seconds < 1.0, cost
+    assert cost.cpu_seconds < MOST_PICTURES * picture, (cost, picture)
     assert cost.seconds < 15.0, "one second on a machine that does nothing else"
     assert metric(server.url, "k3vl_media_jobs ") == 0
