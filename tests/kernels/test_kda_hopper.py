@@ -231,9 +231,11 @@ def test_what_the_kernel_does_not_take() -> None:
     pytest.importorskip("triton")
     from k3vl.kernels.kda.hopper import hopper_takes
 
-    (qkv, gate, _, _), _, windows, states, *_ = make_call([3], [0])
-    assert hopper_takes(qkv, gate, windows, states)
-    assert not hopper_takes(qkv.half(), gate, windows, states)
-    assert not hopper_takes(qkv, gate, windows.float(), states)
-    assert not hopper_takes(qkv, gate, windows[:, 1:], states)
-    assert not hopper_takes(qkv, gate, windows[..., :64], states[..., :64])
+    inputs, _, windows, states, *_ = make_call([3], [0])
+    assert hopper_takes(inputs, windows, states)
+    for i, x in enumerate(inputs):
+        others = (*inputs[:i], x.float(), *inputs[i + 1 :])
+        assert not hopper_takes(others, windows, states), "each in bfloat16"
+    assert not hopper_takes(inputs, windows.float(), states)
+    assert not hopper_takes(inputs, windows[:, 1:], states)
+    assert not hopper_takes(inputs, windows[..., :64], states[..., :64])
