@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,15 +96,12 @@ def test_whatever_is_left_out_of_the_order_is_a_race(
     from k3vl.kernels.mla import hopper_kernels
     from k3vl.kernels.mla.hopper import HopperShape, hopper_parts
     from tests.kernels.gluon_on_cpu import Descriptor, launch
-    from tests.kernels.ordering import RaceError, module_of
+    from tests.kernels.ordering import RaceError, module_of, without
 
     text = Path(hopper_kernels.__file__).read_text(encoding="utf-8")
     start = text.index(f"def {function}(")
     end = text.index("@gluon.jit", start)
-    place = re.compile(f"({re.escape(before)} *){re.escape(left_out)}\n")
-    body, found = place.subn(r"\1pass\n", text[start:end])
-    assert found == 1
-    text = text[:start] + body + text[end:]
+    text = text[:start] + without(text[start:end], before, left_out) + text[end:]
     changed = module_of(text, tmp_path)
 
     def on_cpu(_, grid, described, *args, **constants) -> None:
