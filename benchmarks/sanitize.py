@@ -28,6 +28,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -306,8 +307,13 @@ def sanitize(
     runs += [Run("racecheck", check, gluon) for check in RACES]
     runs = [run for run in runs if run.tool in tools]
 
+    begun = time.monotonic()
+
     def one(numbered: tuple[int, Run]) -> Result:
-        return run_one(numbered, program=program, device=device, timeout=timeout)
+        result = run_one(numbered, program=program, device=device, timeout=timeout)
+        words = [numbered[1].tool, *numbered[1].check, "failed" if result.failure else "done"]
+        print(*words, f"after {time.monotonic() - begun:.0f} s", flush=True)
+        return result
 
     with ThreadPoolExecutor(max(1, len(runs))) as pool:
         results = list(pool.map(one, enumerate(runs)))
