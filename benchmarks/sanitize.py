@@ -44,19 +44,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKS = ROOT / "tests" / "kernels"
-_ATTENTION = ("mla_decode", "mla_prefill", "attn_residual")
-TRITON = ("kda_decode", "kda_prefill", "kda_pieces", *_ATTENTION, "vision")
-MEMORY = (
-    *(("triton_check.py", op) for op in TRITON),
+_TRITON = (
+    *("kda_decode", "kda_prefill", "kda_pieces"),
+    *("mla_decode", "mla_prefill", "attn_residual", "vision"),
+)
+ALL = (
+    *(("triton_check.py", op) for op in _TRITON),
     *(("moe_check.py", part) for part in ("odd", "few")),
     ("row_check.py",),
 )
 """Checks that launch all kernels; those of a whole step launch no others, and record graphs."""
-RACES = (
-    *(("triton_check.py", op) for op in ("kda_decode", "kda_pieces", *_ATTENTION)),
-    ("moe_check.py", "few"),
-)
-"""Checks that launch all kernels in Gluon."""
 _EXCHANGED = "stored, met, told by an mbarrier, waited for by every thread that loads"
 _HANDED_OVER = "Triton's hand-over to other groups of warps, which barriers of all warps enclose"
 _ZEROED = "both groups of warps write the same: zeros behind the last key, the others as they are"
@@ -155,16 +152,16 @@ class Result:
     failure: str = ""
 
 
-def all_kernels(root: Path = ROOT / "kernels") -> dict[str, str]:
-    """Names of all functions that are launched, with what compiles them: "triton" or "gluon"."""
-    found = {}
+def all_kernels(root: Path = ROOT / "kernels") -> tuple[str, ...]:
+    """Names of all functions that are launched, in Triton or in Gluon."""
+    found = []
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 made = {ast.unparse(x).split("(")[0] for x in node.decorator_list}
                 if made & {"triton.jit", "gluon.jit"}:
-                    found[node.name] = "gluon" if "gluon.jit" in made else "triton"
-    return found
+                    found.append(node.name)
+    return tuple(found)
 
 
 def inside(script: str, arguments: list[str]) -> None:
@@ -299,13 +296,10 @@ def lines_of(runs: list[Run], results: list[Result]) -> list[dict[str, Any]]:
 
 
 def sanitize(
-    *, program: str, tools: Sequence[str], device: str, timeout: float, kernels: dict[str, str]
+    *, program: str, tools: Sequence[str], device: str, timeout: float, kernels: tuple[str, ...]
 ) -> tuple[list[Any], bool]:
     """Lines of results, and whether every kernel has one and all are without errors."""
-    gluon = tuple(name for name, by in kernels.items() if by == "gluon")
-    runs = [Run("memcheck", check, tuple(kernels)) for check in MEMORY]
-    runs += [Run("racecheck", check, gluon) for check in RACES]
-    runs = [run for run in runs if run.tool in tools]
+    runs = [Run(tool, check, kernels) for tool in tools for check in ALL]
 
     begun = time.monotonic()
 
@@ -322,8 +316,7 @@ def sanitize(
         if result.failure:
             print(f"{run.tool} {' '.join(run.check)}: {result.failure}", flush=True)
     done = {(line["tool"], line["kernel"]) for line in lines}
-    wanted = {("memcheck", name) for name in kernels} | {("racecheck", name) for name in gluon}
-    wanted = {(tool, name) for tool, name in wanted if tool in tools}
+    wanted = {(tool, name) for tool in tools for name in kernels}
     for tool, name in sorted(wanted - done):
         print(f"{tool}: nothing finished that launches {name}", flush=True)
     sound = done >= wanted and not any(result.failure for result in results)

@@ -60,9 +60,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(sanitize, "MEMORY", (("triton_check.py", "attn_residual"),))
-    monkeypatch.setattr(sanitize, "RACES", ())
-    monkeypatch.setattr(sanitize, "all_kernels", lambda: {"attn_residual_kernel": "triton"})
+    monkeypatch.setattr(sanitize, "ALL", (("triton_check.py", "attn_residual"),))
+    monkeypatch.setattr(sanitize, "all_kernels", lambda: ("attn_residual_kernel",))
 
     def started(report: str, tool: str = "memcheck") -> tuple[int, list[dict[str, object]]]:
         monkeypatch.setenv("REPORT", report)
@@ -102,7 +101,7 @@ def test_a_check_that_does_not_finish_has_no_line(
     start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(sanitize, "MEMORY", (("triton_check.py", "no such op"),))
+    monkeypatch.setattr(sanitize, "ALL", (("triton_check.py", "no such op"),))
     assert start("========= ERROR SUMMARY: 0 errors\n") == (1, [])
     said = capsys.readouterr().out
     assert "KeyError: 'no such op'" in said
@@ -193,10 +192,6 @@ def test_explained_reports_are_counted_apart(
     start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
-    check = ("triton_check.py", "attn_residual")
-    monkeypatch.setattr(sanitize, "MEMORY", ())
-    monkeypatch.setattr(sanitize, "RACES", (check,))
-    monkeypatch.setattr(sanitize, "all_kernels", lambda: {"attn_residual_kernel": "gluon"})
     monkeypatch.setattr(sanitize, "explained", lambda block, _: "+0x10" in block)
     race = (
         "========= Error: Race reported between Write access at attn_residual_kernel+{} in a.py:3\n"
@@ -230,6 +225,5 @@ def test_a_kernel_of_several_checks_has_one_line_a_tool() -> None:
 
 def test_kernels_are_found_in_the_source() -> None:
     found = all_kernels()
-    assert found["mla_decode_sides_kernel"] == "gluon"
-    assert found["flash_kernel"] == found["pixel_kernel"] == "triton"
+    assert {"mla_decode_sides_kernel", "flash_kernel", "pixel_kernel"} < set(found)
     assert len(found) >= 20

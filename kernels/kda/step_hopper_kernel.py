@@ -69,6 +69,18 @@ def weighed(taps, b_conv, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def rounded_product(x, y):
+    """``x * y``, rounded before it is added to anything.
+
+    A sum of products is one of lanes two by two, each of which would add the other's product to its
+    own, not yet rounded: sums that differ in the last bit, all stored to the same place.
+    """
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def taps_of(newest, p_window, s_tap, o_k):
     """The last four inputs of every channel, oldest first."""
     return (
@@ -200,9 +212,9 @@ def advance(
     m_row[3].store(written)
     m_row[4].store(weighed(v_taps, convs[2], P))
     m_row[5].store(b_norm * sigmoid(b_gate.to(gl.float32)))
-    m_sum[0].store(gl.sum(gl.reshape(b_q * b_q, [4, K // 4]), 1))
-    m_sum[1].store(gl.sum(gl.reshape(b_k * b_k, [4, K // 4]), 1))
-    m_sum[2].store(gl.sum(gl.reshape(b_q * written, [4, K // 4]), 1))
+    m_sum[0].store(gl.sum(gl.reshape(rounded_product(b_q, b_q), [4, K // 4]), 1))
+    m_sum[1].store(gl.sum(gl.reshape(rounded_product(b_k, b_k), [4, K // 4]), 1))
+    m_sum[2].store(gl.sum(gl.reshape(rounded_product(b_q, written), [4, K // 4]), 1))
     # From here on nobody reads the window, and everybody may read what was stored.
     meet()
     carry_on(p_window, q_taps, s_tap, o_k)

@@ -357,14 +357,16 @@ def mla_decode_turned_kernel(
     if tiles > 1:
         mbarrier.expect(landed.index(1), HALF)
         begin_copy(values, [next_row, 0], landed.index(1), slabs(room, EARLY_SLAB, BN, R // 2, 8))
-    store_queries(room, b_q)
     for n in gl.static_range(4):
         notes.index(n).store(gl.full([32], -1e30 if n < 3 else 0.0, gl.float32, FLAT))
     for n in gl.static_range(8):
         notes.index(8 + n).store(gl.full([32], TWO_ONES, gl.float32, FLAT))
-    fence_async_shared()
     meet()
     check_place(notes)
+    # Behind the check, or another warp's references might be there before a late one looks.
+    store_queries(room, b_q)
+    fence_async_shared()
+    meet()
     acc = (gl.zeros([128, 32], gl.float32, O),) * 12
     total = gl.zeros([128, 8], gl.float32, SUM)
     if tiles > 0:

@@ -400,6 +400,7 @@ def launch(
             "fence_async_shared": _fence,
             "widen": lambda x: x.float(),
             "reciprocal": lambda x: 1 / x,
+            "rounded_product": torch.mul,
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": _finish,
             "tl": _OfTriton,

@@ -81,6 +81,12 @@ class Machine:
 
     @staticmethod
     def check_place(notes: Any) -> None:
+        from tests.kernels.gluon_on_cpu import _meeting
+        from tests.kernels.ordering import group
+
+        Machine._met(notes.cells[:1], store=False)
+        with _meeting:
+            notes.cells[0].load(group())
         assert (notes.tensor[:3] == -1e30).all()
 
     def _begin(self, *parts: Any) -> list[Cell]:
@@ -264,9 +270,10 @@ ORDER = [
     ),
     ("landed.index(odd), HALF, pred=more)\n", "meet()"),
     ("no_scores(s)\n", "meet()"),
-    ("gl.full([32], TWO_ONES, gl.float32, FLAT))\n", "fence_async_shared()"),
-    ("gl.full([32], TWO_ONES, gl.float32, FLAT))\n    fence_async_shared()\n", "meet()"),
-    ("gl.float32, FLAT))\n", "meet()"),
+    ("gl.full([32], TWO_ONES, gl.float32, FLAT))\n", "meet()"),
+    ("store_queries(room, b_q)\n", "fence_async_shared()"),
+    ("store_queries(room, b_q)\n    fence_async_shared()\n", "meet()"),
+    ("gl.zeros([32], gl.float32, FLAT))\n", "meet()"),
 ]
 
 
