@@ -12,6 +12,10 @@ begin_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 begin_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 wait_for_stores = tma.store_wait
 
+_Shared = gl.shared_memory_descriptor
+# Triton 3.9 has the first name, earlier ones the second.
+seen_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
+
 
 @gluon.jit
 def wait_for_inputs():

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, wait_for_inputs
+from k3vl.kernels.gluon_parts import begin_copy, let_next_begin, meet, seen_as, wait_for_inputs
 from k3vl.kernels.mla import turned_ptx as ptx
 from k3vl.kernels.mla.hopper_kernels import tile_row
 
@@ -130,9 +130,11 @@ def mix_wait(acc, LEFT: gl.constexpr):
 
 @gluon.jit
 def slabs(room, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, at):
-    """A part of the room as [ROWS, COLUMNS]."""
+    """A part of the room as [ROWS, COLUMNS]; it begins at a multiple of its own size."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return room.index(FIRST + at)._reinterpret(gl.bfloat16, [ROWS, COLUMNS], TILE)
+    COUNT: gl.constexpr = ROWS * COLUMNS // 2048
+    parts = seen_as(room, gl.bfloat16, [SLABS // COUNT, ROWS, COLUMNS], TILE)
+    return parts.index((FIRST + at) // COUNT)
 
 
 @gluon.jit
@@ -153,7 +155,7 @@ def zero_rows(tile, left):
 def aside(notes):
     """Room for a number for each of the rows that are added up."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return notes.index(4)._reinterpret(gl.float32, [128], FLAT)
+    return seen_as(notes, gl.float32, [4, 128], FLAT).index(1)
 
 
 @gluon.jit
@@ -187,12 +189,13 @@ def raised(s, acc, total, notes, scale):
 
 @gluon.jit
 def load_queries(p_q, s_qh, H):
-    """All of them, into registers, 16, 8, 2 and 1 slabs of 32 rows: heads fastest, then columns."""
+    """All of them, into registers: 8, 8, 8, 2 and 1 slabs, heads fastest, then columns."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     o_k = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
     parts = ()
-    for i in gl.static_range(4):
-        o_r = (0, 512, 768, 832)[i] + gl.arange(0, (512, 256, 64, 32)[i], gl.SliceLayout(1, ROWS))
+    for i in gl.static_range(5):
+        o_r = gl.arange(0, (256, 256, 256, 64, 32)[i], gl.SliceLayout(1, ROWS))
+        o_r += (0, 256, 512, 768, 832)[i]
         o_h = o_r % 96
         at = (o_h * s_qh + o_r // 96 * 64)[:, None] + o_k[None, :]
         parts = parts + (gl.load(p_q + at, mask=(o_h < H)[:, None], other=0.0),)  # noqa: RUF005
@@ -202,10 +205,10 @@ def load_queries(p_q, s_qh, H):
 @gluon.jit
 def store_queries(room, parts):
     """Where products look for them."""
-    slabs(room, QUERY_SLAB, 512, 64, 0).store(parts[0])
-    slabs(room, QUERY_SLAB + 16, 256, 64, 0).store(parts[1])
-    slabs(room, QUERY_SLAB + 24, 64, 64, 0).store(parts[2])
-    slabs(room, QUERY_SLAB + 26, 32, 64, 0).store(parts[3])
+    for i in gl.static_range(3):
+        slabs(room, QUERY_SLAB + 8 * i, 256, 64, 0).store(parts[i])
+    slabs(room, QUERY_SLAB + 24, 64, 64, 0).store(parts[3])
+    slabs(room, QUERY_SLAB + 26, 32, 64, 0).store(parts[4])
 
 
 @gluon.jit

@@ -2,8 +2,8 @@
 
 Eight warps are two groups of four, each of which issues products of its own. Where operands lie in
 the kernel's shared memory is fixed here, in bytes from its begin, where the kernel's only large
-allocation lies: two halves of channels by turns, the other half, the shared part, queries,
-probabilities. All of it is in rows of 128 bytes in the 128-byte swizzle; a block has 64 columns.
+allocation lies: two halves of channels by turns, the other half, queries, probabilities, the shared
+part. All of it is in rows of 128 bytes in the 128-byte swizzle; a block has 64 columns.
 
 Matrix descriptors, after the PTX ISA ("Matrix Descriptor Format"): address / 16; from bit 32 on the
 way between groups of eight rows / 16; bit 62: 128-byte swizzle. An operand that is read along its
@@ -18,9 +18,10 @@ LIMIT = 64.0
 
 BLOCK = TILE * 128
 """Bytes of 64 latents' 64 channels."""
-EARLY, LATE, SHARED, QUERIES = 0, 8 * BLOCK, 12 * BLOCK, 13 * BLOCK
+EARLY, LATE, QUERIES = 0, 8 * BLOCK, 12 * BLOCK
 PROBABILITIES = QUERIES + 9 * HEADS * 128
-SLABS = (PROBABILITIES + HEADS * 128) // 4096
+SHARED = PROBABILITIES + HEADS * 128
+SLABS = (SHARED + BLOCK) // 4096
 """Of 32 rows, in all."""
 NOTES = SLABS * 4096
 """Behind it: float32 [96] references, whether one is to be raised; room for 128 numbers; ones."""

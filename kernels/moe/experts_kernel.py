@@ -18,47 +18,7 @@ import triton
 import triton.language as tl
 
 from k3vl.kernels.dependent import let_next_begin, wait_for_inputs
-
-DECODE = tl.constexpr("""
-{
-    .reg .b32 m, s;
-    and.b32 m, $8, 0x81C081C0;
-    mul.rn.bf16x2 $0, m, $10;
-    shl.b32 m, $8, 3;
-    and.b32 m, m, 0x81C081C0;
-    mul.rn.bf16x2 $1, m, $10;
-    shl.b32 m, $8, 6;
-    and.b32 m, m, 0x81C081C0;
-    mul.rn.bf16x2 $2, m, $10;
-    shr.b32 m, $8, 4;
-    and.b32 m, m, 0x00C000C0;
-    shr.b32 s, $8, 5;
-    lop3.b32 m, s, 0x01000100, m, 0xEA;
-    shl.b32 s, $8, 1;
-    lop3.b32 m, s, 0x80008000, m, 0xEA;
-    mul.rn.bf16x2 $3, m, $10;
-    and.b32 m, $9, 0x81C081C0;
-    mul.rn.bf16x2 $4, m, $10;
-    shl.b32 m, $9, 3;
-    and.b32 m, m, 0x81C081C0;
-    mul.rn.bf16x2 $5, m, $10;
-    shl.b32 m, $9, 6;
-    and.b32 m, m, 0x81C081C0;
-    mul.rn.bf16x2 $6, m, $10;
-    shr.b32 m, $9, 4;
-    and.b32 m, m, 0x00C000C0;
-    shr.b32 s, $9, 5;
-    lop3.b32 m, s, 0x01000100, m, 0xEA;
-    shl.b32 s, $9, 1;
-    lop3.b32 m, s, 0x80008000, m, 0xEA;
-    mul.rn.bf16x2 $7, m, $10;
-}
-""")
-"""Two stored words to eight pairs of bfloat16, times their scale; ``mxfp4.py`` has the bits.
-
-A code's three magnitude bits, put at the border of bfloat16's exponent and fraction, are the
-magnitude times 2^-126, subnormals included; the factor 2^126 is part of the scale operand.
-"""
+from k3vl.kernels.moe.words_kernel import FIRST, FOURTH, SECOND, THIRD, of_both_halves
 
 
 @triton.jit
@@ -84,24 +44,24 @@ def _pair(u, power, NTH: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _by_word(both, M: tl.constexpr, B: tl.constexpr):
+    """What the first words of pairs hold, and the second: [M, B, 2] -> [M, B] each."""
+    first, second = tl.split(both.reshape(M, B // 2, 2, 2).permute(0, 1, 3, 2))
+    return first.reshape(M, B), second.reshape(M, B)
+
+
+@triton.jit
 def _decode(codes, scale, PACKED: tl.constexpr, DTYPE: tl.constexpr):
     """[M, B] words, [M, B / 4] scale bytes -> columns 8 j + n of the B words, for n = 0..7."""
     M: tl.constexpr = codes.shape[0]
     B: tl.constexpr = codes.shape[1]
     if PACKED:
-        factor = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+        factor = (scale.to(tl.int32) + 126) * 0x00800080
         factor = tl.broadcast_to(factor[:, :, None], (M, B // 4, 4)).reshape(M, B)
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            DECODE,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
-            [codes, factor],
-            dtype=(
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=2,
-        )  # fmt: skip
+        a, e = _by_word(of_both_halves(codes, factor, FIRST), M, B)
+        b, f = _by_word(of_both_halves(codes, factor, SECOND), M, B)
+        c, g = _by_word(of_both_halves(codes, factor, THIRD), M, B)
+        d, h = _by_word(of_both_halves(codes, factor, FOURTH), M, B)
     else:
         power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         power = tl.broadcast_to(power[:, :, None], (M, B // 4, 4)).reshape(M, B)
@@ -118,7 +78,7 @@ def _decode(codes, scale, PACKED: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _weights(
+def decoded_weights(
     w, scale, rows, live, k,
     WORDS: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr,
@@ -209,11 +169,11 @@ def gate_up_mxfp4_kernel(
         gate_tail = tl.zeros([BM, TAIL], tl.float32)
         up_tail = tl.zeros([BM, TAIL], tl.float32)
     for k in range(0, WORDS, BK):
-        v = _weights(w, scale, gate_rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
+        v = decoded_weights(w, scale, gate_rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
         gate = _add_products(gate, v, x_at, k, there, WORDS, BK, WHOLE)
         if TAIL:
             gate_tail = _add_products(gate_tail, v, t_at, k, more, WORDS, BK, WHOLE)
-        v = _weights(w, scale, up_rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
+        v = decoded_weights(w, scale, up_rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
         up = _add_products(up, v, x_at, k, there, WORDS, BK, WHOLE)
         if TAIL:
             up_tail = _add_products(up_tail, v, t_at, k, more, WORDS, BK, WHOLE)
@@ -259,7 +219,7 @@ def down_mxfp4_kernel(
         t_at = h + o_t[None, :].to(tl.int64) * INNER + o_w[:, None]
         tail = tl.zeros([BM, TAIL], tl.float32)
     for k in range(0, WORDS, BK):
-        v = _weights(w, scale, rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
+        v = decoded_weights(w, scale, rows, live, k, WORDS, BK, TILE, WHOLE, PACKED, dtype)
         acc = _add_products(acc, v, h_at, k, there, WORDS, BK, WHOLE)
         if TAIL:
             tail = _add_products(tail, v, t_at, k, more, WORDS, BK, WHOLE)

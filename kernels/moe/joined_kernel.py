@@ -21,56 +21,31 @@ import triton
 import triton.language as tl
 
 from k3vl.kernels.moe.mxfp4 import TILE_ROWS
+from k3vl.kernels.moe.words_kernel import FIRST, FOURTH, SECOND, THIRD, of_both_halves
 from k3vl.kernels.situ.glu_kernel import activated
 
 TILE = tl.constexpr(TILE_ROWS)
 
 
-def _decoder() -> str:
-    """Machine code that decodes a thread's share of [64, 128] columns; see ``DECODE``."""
-    lines = [
-        "{",
-        ".reg .b32 m, s, t, near, far, f<4>;",
-        "mov.u32 t, %laneid;",
-        "shr.b32 t, t, 1;",
-        "and.b32 t, t, 1;",
-        "mad.lo.u32 near, t, 0x0101, 0x4040;",  # bytes j / 4 and zero, twice
-        "add.u32 far, near, 0x0202;",
-    ]
-    for q in range(4):
-        row, half = q % 2, q // 2
-        lines += [
-            f"prmt.b32 f{q}, ${96 + 2 * row}, 0, {'far' if half else 'near'};",
-            f"mad.lo.u32 f{q}, f{q}, 128, 0x3f003f00;",
-        ]
-    for out in range(32):
-        q, n = out % 4, out // 4
-        word = f"${32 + 2 * q + n // 4}"
-        if n % 4 == 3:
-            lines += [
-                f"shr.b32 m, {word}, 4;",
-                "and.b32 m, m, 0x00C000C0;",
-                f"shr.b32 s, {word}, 5;",
-                "lop3.b32 m, s, 0x01000100, m, 0xEA;",
-                f"shl.b32 s, {word}, 1;",
-                "lop3.b32 m, s, 0x80008000, m, 0xEA;",
-            ]
-        else:
-            lines += [f"shl.b32 m, {word}, {3 * (n % 4)};", "and.b32 m, m, 0x81C081C0;"]
-        lines.append(f"mul.rn.bf16x2 ${out}, m, f{q};")
-    return "\n".join([*lines, "}"])
-
-
-DECODE = tl.constexpr(_decoder())
-"""Words and scales of 64 elements of a thread, in the order of the product's left operand: two
-neighbouring columns j, rows r and r + 8, columns j and j + 8, then n. ``mxfp4.py`` has the bits.
-"""
-REGISTERS = tl.constexpr(",".join(["=r"] * 32 + ["r"] * 128))
+FACTOR = tl.constexpr("prmt.b32 $0, $1, 0, $2; mad.lo.u32 $0, $0, 128, 0x3f003f00;")
+"""One of four scales in a word, as two numbers of bfloat16."""
 
 
 @triton.jit
-def _step(
-    w, scale, rows, k, WORDS: tl.constexpr, M: tl.constexpr, COPIES: tl.constexpr,
+def byte_choices(scale, expert):
+    """By pairs of words, what has ``prmt`` choose their scale: its byte and zero, twice.
+
+    As if they were loaded, which they never are (``expert`` is not below 0): Triton computes a
+    product's left operand where the product wants it, without an exchange between threads, if all
+    that it is made of is loaded.
+    """
+    pair = tl.arange(0, 8)
+    return tl.load(scale + pair, pair < -expert, pair // 2 * 0x0101 + 0x4040)
+
+
+@triton.jit
+def decoded_step(
+    w, scale, rows, choices, k, WORDS: tl.constexpr, M: tl.constexpr, COPIES: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Decoded columns of the 16 words from word ``k`` on, [M, 128], by n, then j."""
@@ -79,14 +54,20 @@ def _step(
     inside = rows % TILE
     s_at = scale + ((rows - inside) * (WORDS // 16) + inside)[:, None] + k // 16 * TILE
     groups = tl.load(s_at + again[None, :])
-    groups = tl.broadcast_to(groups[:, :, None], (M, COPIES, 128 // COPIES)).reshape(M, 128)
     w_at = w + ((rows - inside) * WORDS + inside * 16)[:, None] + k * TILE
     if PACKED:
         codes = tl.load(w_at + tl.arange(0, 16)[None, :])
-        codes = tl.broadcast_to(codes[:, None, :], (M, 8, 16)).reshape(M, 128)
-        values = tl.inline_asm_elementwise(
-            DECODE, REGISTERS, [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=64
+        groups = tl.broadcast_to(groups[:, :, None], (M, COPIES, 8 // COPIES)).reshape(M, 8)
+        which, groups = tl.broadcast(choices[None, :], groups)
+        factor = tl.inline_asm_elementwise(
+            FACTOR, "=&r,r,r", [groups, which], dtype=tl.int32, is_pure=True, pack=1
         )
+        factor = tl.broadcast_to(factor[:, :, None], (M, 8, 2)).reshape(M, 16)
+        # Of word 2 i + h, n = 4 h + 2 y + x and j = 2 i + p.
+        low = tl.join(of_both_halves(codes, factor, FIRST), of_both_halves(codes, factor, SECOND))
+        high = tl.join(of_both_halves(codes, factor, THIRD), of_both_halves(codes, factor, FOURTH))
+        both = tl.join(low, high).reshape(M, 8, 2, 2, 2, 2)  # [M, i, h, p, x, y]
+        values = both.permute(0, 2, 5, 4, 1, 3).reshape(M, 128)
     else:
         o_c = tl.arange(0, 128)
         n, j = o_c // 16, o_c % 16
@@ -96,6 +77,7 @@ def _step(
         sign = tl.where(f == 3, u >> 14, (u << (3 * f)) >> 15) & 1
         size = tl.where(f == 3, ((u >> 11) & 4) | ((u >> 10) & 3), ((u << (3 * f)) >> 6) & 7)
         code = ((sign << 31) | (size << 22)).to(tl.float32, bitcast=True)
+        groups = tl.broadcast_to(groups[:, :, None], (M, COPIES, 128 // COPIES)).reshape(M, 128)
         byte = (groups >> (j // 4 % 4 * 8)[None, :]) & 0xFF
         values = (code * 8.507059173023462e37 * (byte << 23).to(tl.float32, bitcast=True)).to(DTYPE)
     return values
@@ -161,8 +143,9 @@ def _gate_up_tile(
         token = tl.load(order + o_t, more, 0) // top_k
         t_at = token[None, :] * WIDTH + o_c[:, None]
         tail = tl.zeros([2 * BM, TAIL], tl.float32)
+    choices = byte_choices(scale, expert)
     for k in range(0, WORDS, 16):
-        v = _step(w, scale, rows, k, WORDS, 2 * BM, COPIES, PACKED, dtype)
+        v = decoded_step(w, scale, rows, choices, k, WORDS, 2 * BM, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(x + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")
@@ -242,8 +225,9 @@ def _down_tile(
         more = o_t < end
         t_at = o_t[None, :] * INNER + o_c[:, None]
         tail = tl.zeros([BM, TAIL], tl.float32)
+    choices = byte_choices(scale, expert)
     for k in range(0, WORDS, 16):
-        v = _step(w, scale, rows, k, WORDS, BM, COPIES, PACKED, dtype)
+        v = decoded_step(w, scale, rows, choices, k, WORDS, BM, COPIES, PACKED, dtype)
         if TAIL:
             tokens = tl.load(h + (t_at + k * 8), more[None, :], 0)
             tail = tl.dot(v, tokens, tail, input_precision="ieee")

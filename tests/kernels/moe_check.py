@@ -9,12 +9,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 
 from k3vl.kernels.choice import reference_kernels, triton_kernels
 from k3vl.kernels.hopper import hopper_runs
 from k3vl.kernels.moe import gpu, moe_experts, route, router_logits
 from k3vl.kernels.moe.alone import takes_alone
 from k3vl.kernels.moe.experts import FloatExperts
+from k3vl.kernels.moe.experts_kernel import decoded_weights
 from k3vl.kernels.moe.few import SHAPES as FEW
 from k3vl.kernels.moe.few import can_take
 from k3vl.kernels.moe.gpu import (
@@ -29,6 +32,7 @@ from k3vl.kernels.moe.gpu import (
     router_logits_gpu,
 )
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
+from k3vl.kernels.moe.joined_kernel import byte_choices, decoded_step
 from k3vl.kernels.moe.latent import MoEWeights
 from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, ExpertPlan, plan_experts
@@ -37,6 +41,7 @@ from k3vl.kernels.recording import GraphRunner
 from k3vl.kernels.rms_norm import rms_norm
 from k3vl.kernels.situ import GatedActivation, SiluGLU, SituGLU
 from k3vl.kernels.situ.gpu import glu_gpu
+from tests.kernels.ptx_lanes_on_cpu import interpret_machine_code
 
 DEVICE = torch.device(sys.argv[2])
 ON_GPU = DEVICE.type == "cuda"
@@ -353,7 +358,38 @@ def check_alone(recorded: bool) -> None:
         assert run().isnan().all(), "one token: NaN is lost"
 
 
+@triton.jit
+def decoding_kernel(w, scale, out, WORDS: tl.constexpr, COPIES: tl.constexpr, JOINED: tl.constexpr):
+    """64 rows by machine code, as the joined products decode them, or as the separate ones."""
+    o_m, o_c, o_w = tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, 32)
+    for k in tl.static_range(0, WORDS, 16 if JOINED else 32):
+        to = out + o_m[:, None] * (8 * WORDS) + k * 8
+        if JOINED:
+            choices = byte_choices(scale, 0)
+            v = decoded_step(w, scale, o_m, choices, k, WORDS, 64, COPIES, True, tl.bfloat16)
+            tl.store(to + (o_c % 16 * 8 + o_c // 16)[None, :], v)
+        else:
+            some = o_m < 64
+            v = decoded_weights(w, scale, o_m, some, k, WORDS, 32, 8, True, True, tl.bfloat16)
+            for n in tl.static_range(8):
+                tl.store(to + (o_w * 8 + n)[None, :], v[n])
+
+
+def check_decoding() -> None:
+    """What the products decode by machine code, on a CPU too, where they do it without."""
+    packed = stored(1, 64, 256)
+    if not ON_GPU:
+        interpret_machine_code()
+    want = packed.down(0, torch.float32)
+    for joined, copies in ((True, 1), (True, 2), (False, 0)):
+        scale = packed.w2_scale.view(torch.int32) if joined else packed.w2_scale
+        out = torch.zeros(64, 256, device=DEVICE)
+        decoding_kernel[(1,)](packed.w2, scale, out, 32, copies, joined)
+        assert torch.equal(out, want), "machine code decodes something else"
+
+
 def check_odd() -> None:
+    check_decoding()
     check_glu(SITU)
     check_glu(SiluGLU())
     check_router()

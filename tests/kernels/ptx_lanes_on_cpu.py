@@ -7,7 +7,8 @@ expects of which thread is NVIDIA's description of ``mma.sync`` for 16 x 8 x 16.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -44,6 +45,28 @@ def run_ptx(code: str, operands: dict[int, Register]) -> dict[str, Register]:
         result = OPERATIONS[name](*map(value, source))
         registers[to] = result if result.dtype == torch.float32 else result & LOW
     return registers
+
+
+def interpret_machine_code() -> None:
+    """Have Triton's interpreter run machine code that makes each number of the same ones elsewhere.
+
+    It says itself that it does not. Only code of one element and one result at a time is taken: all
+    other depends on which elements a thread has, of which an interpreter knows nothing.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def run(
+        _: Any, code: str, kinds: str, words: list[Any], types: list[Any], pure: bool, pack: int
+    ) -> Any:
+        assert (len(types), kinds.count("="), pure, pack) == (1, 1, True, 1), code
+        registers = {
+            i: torch.from_numpy(x.data.reshape(-1).astype("i8")) & LOW
+            for i, x in enumerate(words, 1)
+        }
+        got = signed(run_ptx(code, registers)["$0"]).numpy().reshape(words[0].data.shape)
+        return SimpleNamespace(get_result=lambda _: TensorHandle(got, words[0].dtype))
+
+    InterpreterBuilder.create_inline_asm = run
 
 
 def product(left: list[Register], right: list[Register], sums: list[Register]) -> list[Register]:
