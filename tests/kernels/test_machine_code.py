@@ -1,6 +1,6 @@
 """Machine code in Triton's kernels does to each element the same, whichever register has it.
 
-In Gluon a kernel says itself how a tensor lies in registers; in Triton the compiler does, and Triton
+In Gluon a kernel says how a tensor lies in registers; in Triton the compiler does, and Triton
 3.9 laid the joined products' weights out otherwise than 3.6, whose order their machine code relied
 on: wrong answers, and no error.
 """
