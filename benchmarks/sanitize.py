@@ -3,24 +3,24 @@
     python -m benchmarks.sanitize [--only racecheck] [--program compute-sanitizer]
         [--output benchmarks/results/sanitizer_h200.jsonl]
 
-All kernels under ``memcheck``, those in Gluon, whose waits are written by hand, under ``racecheck``
-too: one process for each check of tests/kernels and tool, all at once. Every tensor has an
-allocation of its own with room behind it, so that a read past its end is outside of everything. A
-line of results belongs to a kernel and a tool; a kernel that no check has launched, and a check
-that did not finish, have none and are an error.
+All kernels under ``memcheck`` and ``racecheck``: one process for each check of tests/kernels and
+tool, all at once. Every tensor has an allocation of its own with room behind it, so that a read
+past its end is outside of everything. A line of results belongs to a kernel and a tool; a kernel
+that no check has launched, and a check that did not finish, have none and are an error.
 
 ``racecheck`` of Compute Sanitizer 2025.3 does not see all that orders warps: its later versions say
 that they have fewer false reports of mbarriers (2025.4), of the synchronization of warp groups on
 Hopper (2026.1) and of announced bytes (2026.3). The pairs of lines in ``EXPLAINED`` are ordered all
 the same, by what is written there; a line of results counts them as ``explained``, apart from
-errors. That a barrier they rely on is not left out, ``tests/kernels/test_mla_hopper.py`` checks by
-taking each of them away. A newer tool can be given by ``--program``.
+errors. That a barrier they rely on is not left out, tests/kernels/test_mla_hopper.py and
+test_mla_turned.py check by taking each of them away. A newer tool can be given by ``--program``.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -58,13 +58,20 @@ _EXCHANGED = "stored, met, told by an mbarrier, waited for by every thread that 
 _HANDED_OVER = "Triton's hand-over to other groups of warps, which barriers of all warps enclose"
 _ZEROED = "both groups of warps write the same: zeros behind the last key, the others as they are"
 _SUM = "m_sum.index(SIDE).store(total)"
+_EXCHANGE = (
+    "the compiler's, with a barrier of all warps between each write of its room and each read"
+)
 _MLA, _FLASH, _WALK = (
     f"def {name}("
     for name in ("mla_decode_sides_kernel", "flash_hopper_kernel", "kda_walk_sides_kernel")
 )
 _SPLIT = "gl.warp_specialize("
 _STORED = "piece.store(gl.where((o_n < left)[:, None], piece.load(LAYOUT), 0.0))"
-EXPLAINED = {
+_WALKS = "if SIDES == 1:"
+_PEAK = "return core.reduce(input, axis, _elementwise_max, keep_dims=keep_dims)"
+_HIGHER = "new = gl.maximum(old, gl.convert_layout(peak, FLAT))"
+_LOWERED = "column = gl.convert_layout(kept, gl.SliceLayout(0, O))[None, :]"
+EXPLAINED: dict[str, dict[tuple[str | None, str | None], str]] = {
     # What is written, what is read (as the compiler places it), and what orders them; None: written
     # as well.
     "mla_decode_sides_kernel": {
@@ -91,6 +98,21 @@ EXPLAINED = {
     "kda_walk_sides_kernel": {
         (_WALK, _WALK): _HANDED_OVER,
         (_SPLIT, _WALK): _HANDED_OVER,
+        (_WALKS, _WALK): _HANDED_OVER,
+    },
+    "mla_decode_turned_kernel": {
+        (
+            "gl.inline_asm_elementwise(WEIGH, SOFTMAX_TYPES, [s[0], s[1], s[2], scale],",
+            'return gl.inline_asm_elementwise(VERDICT, "=r", [], '
+            "dtype=gl.int32, is_pure=False, pack=1)",
+        ): "noted, fenced, met, read",
+        **dict.fromkeys(
+            [
+                *((wrote, read) for wrote in (_PEAK, _LOWERED) for read in (_PEAK, _LOWERED)),
+                *((_HIGHER, _HIGHER), (_LOWERED, _HIGHER)),
+            ],
+            _EXCHANGE,
+        ),
     },
 }
 """Reports of races that are none, by kernel: source lines of two accesses, and what orders them."""
@@ -237,13 +259,21 @@ def _pair(first: _Access, second: _Access) -> tuple[str | None, str | None]:
 def source_line(root: Path, kernel: str, file: str, number: int) -> str | None:
     """Without what is around it; None where there is no such line, or more than one such file.
 
-    Of several, a kernel's is the one that it is in.
+    Of several, a kernel's is the one that it is in; what is none of ours is Triton's.
     """
-    texts = [path.read_text(encoding="utf-8") for path in root.rglob(file)]
+    paths = list(root.rglob(file)) or _of_triton(file)
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     if len(texts) > 1:
         texts = [text for text in texts if f"def {kernel}(" in text]
     lines = texts[0].splitlines() if len(texts) == 1 else []
     return lines[number - 1].strip() if 0 < number <= len(lines) else None
+
+
+def _of_triton(file: str) -> list[Path]:
+    """A file of the language's own functions, such as maxima."""
+    found = importlib.util.find_spec("triton")
+    folders = found.submodule_search_locations if found else None
+    return [x for folder in folders or () if (x := Path(folder, "language", file)).exists()]
 
 
 def run_one(numbered: tuple[int, Run], *, program: str, device: str, timeout: float) -> Result:

@@ -33,7 +33,8 @@ while words[0].startswith("--"):
     options.setdefault(name, []).append(value)
 assert options["--kernel-name"] == ["kns=attn_residual_kernel"], options
 assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-done = subprocess.run(words)
+# Not in the test's process, whose Triton would be the interpreter's from then on.
+done = subprocess.run(words, env={{**os.environ, "TRITON_INTERPRET": "1"}})
 with open(options["--log-file"][0], "w") as file:
     file.write(os.environ["REPORT"])
 sys.exit(done.returncode or 9 * ("SUMMARY: 0" not in os.environ["REPORT"]))
@@ -59,7 +60,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake.write_text(FAKE)
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(sanitize, "ALL", (("triton_check.py", "attn_residual"),))
     monkeypatch.setattr(sanitize, "all_kernels", lambda: ("attn_residual_kernel",))
 
@@ -179,13 +179,17 @@ def test_races_that_are_none_are_known_by_what_their_lines_say(tmp_path: Path) -
 
 
 def test_what_is_explained_is_in_the_source() -> None:
+    """In that of its kernel, once; but for what Triton's own functions say."""
+    pytest.importorskip("triton")
+    (standard,) = sanitize._of_triton("standard.py")
+    theirs = standard.read_text(encoding="utf-8")
     paths = list((sanitize.ROOT / "kernels").rglob("*.py"))
     for kernel, pairs in EXPLAINED.items():
         (text,) = (t for p in paths if f"def {kernel}(" in (t := p.read_text(encoding="utf-8")))
         lines = [line.strip() for line in text.splitlines()]
         for line in {line for pair in pairs for line in pair if line is not None}:
             both = kernel == "kda_walk_sides_kernel" and line.startswith("gl.warp_specialize")
-            assert lines.count(line) == 1 + both, line
+            assert lines.count(line) == 1 + both or line in theirs, line
 
 
 def test_explained_reports_are_counted_apart(
