@@ -1,10 +1,9 @@
 """The grouped products over MXFP4 weights with one product a step, in place of eight.
 
 ``experts_kernel.py`` multiplies eight times a step, and Triton drains the tensor cores after each:
-what an earlier product of the same step adds to is read by the next one. Here a step's words are
-repeated for each of the eight columns that they hold, every copy takes its own column out, and one
-product runs over all 128 columns: eight instructions of the tensor cores without a wait between
-them, and none before the next step has decoded its own words.
+what an earlier product of the same step adds to is read by the next one. Here what a step's words
+hold is joined, and one product runs over all 128 columns: eight instructions of the tensor cores
+without a wait between them, and none before the next step has decoded its own words.
 
 For this a step's 128 columns of a token lie together, by n and then j: tokens come as
 [rows, width / 128, 8, 16]. Gate and up are one product: eight rows of gates, then the same eight of
