@@ -24,8 +24,6 @@ from k3vl.kernels.moe.words_kernel import FIRST, FOURTH, SECOND, THIRD, of_both_
 from k3vl.kernels.situ.glu_kernel import activated
 
 TILE = tl.constexpr(TILE_ROWS)
-
-
 FACTOR = tl.constexpr("prmt.b32 $0, $1, 0, $2; mad.lo.u32 $0, $0, 128, 0x3f003f00;")
 """One of four scales in a word, as two numbers of bfloat16."""
 
@@ -59,7 +57,7 @@ def decoded_step(
         groups = tl.broadcast_to(groups[:, :, None], (M, COPIES, 8 // COPIES)).reshape(M, 8)
         which, groups = tl.broadcast(choices[None, :], groups)
         factor = tl.inline_asm_elementwise(
-            FACTOR, "=&r,r,r", [groups, which], dtype=tl.int32, is_pure=True, pack=1
+            FACTOR, "=r,r,r", [groups, which], dtype=tl.int32, is_pure=True, pack=1
         )
         factor = tl.broadcast_to(factor[:, :, None], (M, 8, 2)).reshape(M, 16)
         # Of word 2 i + h, n = 4 h + 2 y + x and j = 2 i + p.
