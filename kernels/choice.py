@@ -275,6 +275,17 @@ def triton_kernels(reason: str) -> Kernels:
 SHARED_MEMORY = 227 << 10
 """Bytes that one block of the Triton kernels may ask for; Hopper has as many."""
 
+COMPARED = (3, 6), (3, 9)
+"""The first and the last Triton with which the kernels were compared with their references on a
+device: another one may compile what is right into what is not, and says nothing then."""
+
+
+def triton_version() -> tuple[int, ...]:
+    """Of what is installed, its first two numbers."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
 
 def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The implementation for models of a dtype on a device."""
@@ -285,6 +296,11 @@ def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
         if find_spec("triton") is None:
             return reference_kernels("triton, which compiles the kernels for GPUs, is missing")
+        if not COMPARED[0] <= triton_version() <= COMPARED[1]:
+            first, last, found = (".".join(map(str, x)) for x in (*COMPARED, triton_version()))
+            return reference_kernels(
+                f"the kernels were compared with Triton {first} to {last}, this is {found}"
+            )
         properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack the field
         memory = properties.shared_memory_per_block_optin
         if memory >= SHARED_MEMORY:

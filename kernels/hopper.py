@@ -11,14 +11,13 @@ import triton
 
 @lru_cache
 def hopper_runs(device: torch.device) -> bool:
-    """Whether a device has what the kernel is made of, and Triton the Gluon it is written in.
+    """Whether a device has what the kernels are made of, and Triton compiles.
 
-    Warp groups got their present form in Triton 3.6; in the interpreter Gluon does not run.
+    In the interpreter Gluon does not run.
     """
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)
         and not triton.knobs.runtime.interpret
     )
 

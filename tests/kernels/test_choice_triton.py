@@ -31,6 +31,29 @@ def test_the_choice_on_cuda_follows_the_memory_of_a_block(
             assert op.__module__.endswith(".gpu")
 
 
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("3.5.1", "reference"),
+        ("3.6.0", "triton"),
+        ("3.9.2+git1", "triton"),
+        ("3.10.0", "reference"),
+    ],
+)
+def test_only_a_triton_that_was_compared_compiles_the_kernels(
+    version: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    properties = SimpleNamespace(shared_memory_per_block_optin=SHARED_MEMORY)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(triton, "__version__", version)
+    kernels = choose(torch.device("cuda"), torch.bfloat16)
+    number = version[: version.rindex(".")]
+    assert kernels.name == ("triton" if number in {"3.6", "3.9"} else "reference")
+    if kernels.name == "reference":
+        assert kernels.reason.endswith(f"with Triton 3.6 to 3.9, this is {number}")
+
+
 def test_a_cpu_has_a_tower_of_its_own_for_float32() -> None:
     compiled = choose(torch.device("cpu"), torch.float32).vision
     assert all(type(op).__module__.endswith(".cpu") for op in (compiled.block, compiled.linear))
