@@ -36,7 +36,7 @@ _joined: ContextVar[bool] = ContextVar("joined", default=False)
 
 def begins_early(tensor: torch.Tensor) -> bool:
     """Whether a launch over a tensor may begin early: on CUDA, outside :func:`after_all`."""
-    return tensor.is_cuda and not _joined.get()
+    return tensor.device.type != "cpu" and not _joined.get()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ Triton kernels are recorded, not launched: the code around them is the true one.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +41,13 @@ class HostAccessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A Triton kernel that was not launched."""
+    """A Triton kernel that was not launched; the function and what it would have been given."""
 
     kernel: str
     grid: tuple[int, ...]
+    function: Any = field(compare=False, repr=False)
+    args: tuple[Any, ...] = field(compare=False, repr=False)
+    options: dict[str, Any] = field(compare=False, repr=False)
 
 
 class NoHostAccess(TorchDispatchMode):
@@ -95,12 +98,13 @@ def recorded() -> Iterator[list[Launch]]:
 
     launches: list[Launch] = []
 
-    def run(self: Any, *args: Any, grid: Any, **kwargs: Any) -> None:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert not warmup
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         strangers = {str(x.device) for x in tensors} - {"meta"}
         if strangers:
             raise HostAccessError(f"{self.__name__} gets tensors on {', '.join(strangers)}")
-        launches.append(Launch(self.__name__, tuple(grid)))
+        launches.append(Launch(self.__name__, tuple(grid), self, args, kwargs))
 
     launched, JITFunction.run = JITFunction.run, run
     try:

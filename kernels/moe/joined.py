@@ -101,7 +101,7 @@ def joined_products(
     split = x.view(-1, latent // _STEP_COLUMNS, 16, 8).transpose(2, 3).contiguous()
     hidden = x.new_empty(pairs, inner)
     outputs = x.new_empty(pairs, latent)
-    packed = x.dtype == torch.bfloat16 and x.is_cuda
+    packed = x.dtype == torch.bfloat16 and x.device.type != "cpu"
     mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
         most = programs if _in_turn(width, mean) else None

@@ -124,7 +124,7 @@ def separate_down(
 
 def _packed(x: torch.Tensor) -> bool:
     """Whether codes are decoded by machine code."""
-    return x.dtype == torch.bfloat16 and x.is_cuda
+    return x.dtype == torch.bfloat16 and x.device.type != "cpu"
 
 
 def _packed_shape(
