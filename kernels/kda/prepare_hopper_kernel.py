@@ -367,12 +367,12 @@ def kda_prepare_hopper_kernel(
         x = qkv + start * S_QKV + column
         p_decay = decay + start * S_DECAY + column
         p_write = write + start * s_write + i_h
-        p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
         if (count >= C) & (start != begin):
-            one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
+            one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, windows, wq, kl,
                       gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
                       at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, True)  # fmt: skip
         else:
+            p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
             lowest = gl.where(start != begin, 1 - W, 0)
             one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
                       gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
