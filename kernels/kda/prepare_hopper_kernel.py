@@ -186,6 +186,9 @@ def one_chunk(
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
 
     No load moves across a barrier or a store, so rows are asked for a step before they are needed.
+    All else the assembler orders as it likes, and then 128 registers may not do. So taps are asked
+    for behind a store, lest rows are convolved before there is room for what that makes of them;
+    and memory is there from the beginning, as what has been another's costs a barrier.
     """
     G: gl.constexpr = C // R
     ROWS: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [G, 1], [1, 0])
@@ -224,7 +227,6 @@ def one_chunk(
             live = o_g * R + s < count
             logits = logits + (gl.load(decay + s * S_DECAY, mask=live, other=float("-inf")),)
     k_rows = load_rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-    k_taps = load_taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     running = gl.zeros([G, K], gl.float32, ROWS)
     rates, bounds = running + rate, running + bound
     totals = ()
@@ -233,6 +235,11 @@ def one_chunk(
         root = gl.rsqrt(1.0 + gl.exp2(root))
         running = gl.fma(root, root, running)
         totals = totals + (running,)
+    # Eight rows of keys, eight of queries, and so on; values follow queries.
+    m_rows = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
+    m_turns = m_rows.reshape([G, 2, R, K])
+    m_down = gl.allocate_shared_memory(gl.bfloat16, [C, K], WIDE)
+    m_beta = gl.allocate_shared_memory(gl.float32, [C], LINE)
     m_sums = gl.allocate_shared_memory(gl.float32, [G, K], FLAT)
     m_sums.store(running)
     meet()
@@ -252,29 +259,29 @@ def one_chunk(
     m_middle = gl.allocate_shared_memory(gl.float32, [1, K], LINE)
     m_middle.index(0).store((0.0 - to_middle).reshape([K]))
 
-    keys = convolved(k_rows, k_taps, R, W)
+    k_taps = load_taps(conv + H * K, o_g, o_k, 3 * H * K, W)
     q_rows = load_rows(x, p_window, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
-    q_taps = load_taps(conv, o_g, o_k, 3 * H * K, W)
     ups = ()
-    k_ups = ()
-    k_downs = ()
     for s in gl.static_range(R):
-        up = gl.exp2(gl.fma(totals[s], bounds, from_middle))
-        ups = ups + (up,)
-        k_ups = k_ups + (narrow(keys[s] * up),)
-        k_down = keys[s] * reciprocal(up)
-        k_downs = k_downs + (narrow(k_down),)
-        gl.store(kl + (block * C * K + s * K + o_gk), narrow(k_down * to_middle))
+        ups = ups + (gl.exp2(gl.fma(totals[s], bounds, from_middle)),)
     o_i = gl.arange(0, C, gl.SliceLayout(1, OWN))
     if FULL:
         beta = gl.load(write + o_i * s_write)
     else:
         beta = gl.load(write + o_i * s_write, mask=o_i < count, other=float("-inf"))
+    keys = convolved(k_rows, k_taps, R, W)
+    k_ups = ()
+    k_downs = ()
+    for s in gl.static_range(R):
+        if s == R - 3:
+            q_taps = load_taps(conv, o_g, o_k, 3 * H * K, W)
+        k_ups = k_ups + (narrow(keys[s] * ups[s]),)
+        k_down = keys[s] * reciprocal(ups[s])
+        k_downs = k_downs + (narrow(k_down),)
+        gl.store(kl + (block * C * K + s * K + o_gk), narrow(k_down * to_middle))
     beta = reciprocal(1.0 + gl.exp2(beta.to(gl.float32) * -1.4426950408889634))
-    m_beta = gl.allocate_shared_memory(gl.float32, [C], LINE)
     m_beta.store(beta)
-    k_up = stacked(k_ups, G, K)
-    m_down = gl.allocate_shared_memory(gl.bfloat16, [C, K], WIDE)
+    m_turns.slice(0, 1, dim=1).store(stacked(k_ups, G, K).reshape([G, 1, R, K]))
     m_down.store(stacked(k_downs, G, K))
 
     queries = convolved(q_rows, q_taps, R, W)
@@ -287,20 +294,19 @@ def one_chunk(
         q *= ups[s]
         q_ups = q_ups + (narrow(q),)
         gl.store(wq + (block * (2 * C * K) + (C + s) * K + o_gk), narrow(q * to_middle))
-    m_up = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
-    m_up.store(in_turns(k_up, stacked(q_ups, G, K), C, K))
-    # Here, not where it is written: what a product still reads is not its memory then.
-    m_kv = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], WIDE)
+    m_turns.slice(1, 1, dim=1).store(stacked(q_ups, G, K).reshape([G, 1, R, K]))
     fence_async_shared()
     meet()
     both = gl.zeros([2 * C, C], gl.float32, SCORED)
-    both = warpgroup_mma(m_up, m_down.permute((1, 0)), both, use_acc=False, is_async=True)
+    both = warpgroup_mma(m_rows, m_down.permute((1, 0)), both, use_acc=False, is_async=True)
     values = convolved(v_rows, v_taps, R, W)
     v = ()
     for s in gl.static_range(R):
         v = v + (narrow(values[s]),)
-    m_kv.store(in_turns(k_up, stacked(v, G, K), C, K))
     both = warpgroup_mma_wait(0, [both])
+    # Queries have been read.
+    meet()
+    m_turns.slice(1, 1, dim=1).store(stacked(v, G, K).reshape([G, 1, R, K]))
     mix, read = apart(both, C, C)
     mix, read = gl.convert_layout(mix, OWN), gl.convert_layout(read, OWN)
     o_i, o_j = o_i[:, None], gl.arange(0, C, gl.SliceLayout(0, OWN))[None, :]
@@ -320,7 +326,7 @@ def one_chunk(
     solves = one_by_other((solve * right[None, :]).to(gl.bfloat16), solve.to(gl.bfloat16), C)
     wu = gl.zeros([2 * C, K], gl.float32, SOLVED)
     solves = gl.convert_layout(solves, SOLVES)
-    wu = warpgroup_mma(solves, m_kv, wu, use_acc=False, is_async=True)
+    wu = warpgroup_mma(solves, m_rows, wu, use_acc=False, is_async=True)
     w, u = apart(warpgroup_mma_wait(0, [wu]), C, K)
     w, u = gl.convert_layout(w, OWN_ROWS), gl.convert_layout(u, OWN_ROWS)
     middle = m_middle.index(0).load(gl.SliceLayout(0, OWN_ROWS))[None, :]
@@ -367,12 +373,12 @@ def kda_prepare_hopper_kernel(
         x = qkv + start * S_QKV + column
         p_decay = decay + start * S_DECAY + column
         p_write = write + start * s_write + i_h
-        p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
         if (count >= C) & (start != begin):
-            one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
+            one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, windows, wq, kl,
                       gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
                       at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, True)  # fmt: skip
         else:
+            p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
             lowest = gl.where(start != begin, 1 - W, 0)
             one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
                       gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,

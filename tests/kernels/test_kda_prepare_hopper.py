@@ -108,6 +108,7 @@ ORDER = [
     ("meet()", None),
     ("fence_async_shared()", "without a fence"),
     ("meet()", "without knowing of"),
+    ("meet()", "without knowing of"),
     ("fence_async_shared()", "without a fence"),
     ("meet()", "without knowing of"),
     ("wait_for_stores(0)", "ended before its copies"),
