@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,6 +91,7 @@ def hopper_prepare(
         *(qkv, decay, write, *prepare.weights, windows, cells, cu_seqlens, ends, wq, kl, gamma),
         *(write.stride(0), cells.stride(0), *windows.stride()[:3], prepare.lower_bound, sequences),
         prepare.slots[0],
+        heads * prepare.slots[1],
     )
     constants: dict[str, Any] = {
         "S_QKV": qkv.stride(0),
@@ -104,7 +106,9 @@ def hopper_prepare(
         "ASIDE": prepare.aside,
         "PDL": early,
     }
-    grid = (heads, prepare.slots[1], 1)
+    items = heads * prepare.slots[1]
+    # Beside another launch nobody knows how many are there at once.
+    grid = (items if prepare.aside else min(items, _programs(qkv.device)), 1, 1)
     from k3vl.kernels.kda.prepare_hopper_kernel import kda_prepare_hopper_kernel as kernel
 
     if launch is not None:
@@ -113,6 +117,14 @@ def hopper_prepare(
     # Four programs a multiprocessor.
     options = {"num_warps": 4, "maxnreg": 128, "launch_pdl": early}
     kernel[grid](*_described(matrices), *args, **constants, **options)
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Of the parallel kernel, that a device has at once; on a CPU one does all, for tests."""
+    if device.type != "cuda":
+        return 1
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Walk(NamedTuple):

@@ -8,6 +8,7 @@ So nothing is exchanged but what others have to read, by shared memory that tens
 # ruff: noqa: ANN001, ANN201, RUF005
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -178,8 +179,8 @@ def invert(
 
 @gluon.jit
 def one_chunk(
-    x, decay, write, conv, a_log, dt_bias, p_window, wq, kl, gamma, t_wq, t_u, t_scores, s_write,
-    s_tap, s_stream, lower_bound, i_h, block, at, lowest, count, S_QKV: gl.constexpr,
+    x, decay, write, conv, a_log, dt_bias, p_window, wq, kl, gamma, t_wq, t_u, t_scores, m_sums,
+    s_write, s_tap, s_stream, lower_bound, i_h, block, at, lowest, count, S_QKV: gl.constexpr,
     S_DECAY: gl.constexpr, H: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
     LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +206,6 @@ def one_chunk(
     SOLVES: gl.constexpr = gl.DotOperandLayout(0, SOLVED, 2)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SHORT: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     o_g = gl.arange(0, G, gl.SliceLayout(1, ROWS))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
@@ -240,8 +240,8 @@ def one_chunk(
     m_turns = m_rows.reshape([G, 2, R, K])
     m_down = gl.allocate_shared_memory(gl.bfloat16, [C, K], WIDE)
     m_beta = gl.allocate_shared_memory(gl.float32, [C], LINE)
-    m_sums = gl.allocate_shared_memory(gl.float32, [G, K], FLAT)
     m_sums.store(running)
+    wait_for_stores(0)
     meet()
     before = gl.zeros([G, K], gl.float32, ROWS)
     whole = gl.zeros([1, K], gl.float32, ROWS)
@@ -339,13 +339,12 @@ def one_chunk(
     begin_store(t_wq, [at * (2 * C), 0], m_w)
     begin_store(t_u, [at * K, 0], m_u)
     begin_store(t_scores, [at * C, 0], m_scores)
-    wait_for_stores(0)
 
 
 @gluon.jit
 def kda_prepare_hopper_kernel(
     t_wq, t_u, t_scores, qkv, decay, write, conv, a_log, dt_bias, windows, cells, cu_seqlens, ends,
-    wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S, first,
+    wq, kl, gamma, s_write, s_cells, s_window, s_tap, s_stream, lower_bound, S, first, items,
     S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr, C: gl.constexpr,
     R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, ASIDE: gl.constexpr,
     PDL: gl.constexpr,
@@ -353,7 +352,9 @@ def kda_prepare_hopper_kernel(
     """As ``kda_prepare_kernel``, for chunks of 32 tokens and heads of 128 channels in bfloat16.
 
     The first three describe blocks of what that writes, [C, K], [K, C] and [C, C]; -w and qg are in
-    ``wq``; ``first`` is the slot to begin with.
+    ``wq``; ``first`` is the slot to begin with, ``items`` are the chunks of all heads from there.
+    Programs stay: what one has stored is on its way while it loads the next. Addresses are computed
+    again for each, as there is no room to keep them.
 
     ASIDE: beside the launch in front of it, which has begun: what that waited for is there, and
     nothing that it writes is needed. Only the last program waits, for the sake of who comes behind.
@@ -363,26 +364,33 @@ def kda_prepare_hopper_kernel(
             wait_for_inputs()
         let_next_begin()
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-    i_h = gl.program_id(0)
-    slot = first + gl.program_id(1)
-    i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C, LANES)
-    if count > 0:
-        column = i_h * K
-        at = slot * H + i_h
-        block = at.to(gl.int64)
-        x = qkv + start * S_QKV + column
-        p_decay = decay + start * S_DECAY + column
-        p_write = write + start * s_write + i_h
-        if (count >= C) & (start != begin):
-            one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, windows, wq, kl,
-                      gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
-                      at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, True)  # fmt: skip
-        else:
-            p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
-            lowest = gl.where(start != begin, 1 - W, 0)
-            one_chunk(x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
-                      gamma, t_wq, t_u, t_scores, s_write, s_tap, s_stream, lower_bound, i_h, block,
-                      at, lowest, count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, False)  # fmt: skip
-    last = (i_h == H - 1) & (gl.program_id(1) == gl.num_programs(1) - 1)
-    if ASIDE and last:
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    m_sums = gl.allocate_shared_memory(gl.float32, [C // R, K], FLAT)
+    for item in tl.range(gl.program_id(0), items, gl.num_programs(0), disable_licm=True):
+        i_h = item % H
+        slot = first + item // H
+        i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C, LANES)
+        if count > 0:
+            column = i_h * K
+            at = slot * H + i_h
+            block = at.to(gl.int64)
+            x = qkv + start * S_QKV + column
+            p_decay = decay + start * S_DECAY + column
+            p_write = write + start * s_write + i_h
+            if (count >= C) & (start != begin):
+                one_chunk(
+                    x, p_decay, p_write, conv + column, a_log, dt_bias + column, windows, wq, kl,
+                    gamma, t_wq, t_u, t_scores, m_sums, s_write, s_tap, s_stream, lower_bound, i_h,
+                    block, at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, True,
+                )  # fmt: skip
+            else:
+                p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
+                lowest = gl.where(start != begin, 1 - W, 0)
+                one_chunk(
+                    x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
+                    gamma, t_wq, t_u, t_scores, m_sums, s_write, s_tap, s_stream, lower_bound, i_h,
+                    block, at, lowest, count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, False,
+                )  # fmt: skip
+    wait_for_stores(0)
+    if ASIDE and gl.program_id(0) == gl.num_programs(0) - 1:
         wait_for_inputs()

@@ -22,7 +22,7 @@ import torch
 from triton.language import constexpr
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 from tests.kernels.memory_on_cpu import (
     Barrier,
@@ -256,6 +256,11 @@ class _OfTriton:
 
     PropagateNan = SimpleNamespace(ALL=None)
     exp = staticmethod(torch.exp)
+
+    @staticmethod
+    def range(start: Any, end: int, step: int, *, disable_licm: bool) -> Iterator[torch.Tensor]:
+        for i in range(int(start), end, step):
+            yield torch.tensor(i, dtype=torch.int32)
 
     @staticmethod
     def minimum(a: torch.Tensor, b: float, _nan: None) -> torch.Tensor:

@@ -105,6 +105,7 @@ ORDER = [
     ("meet()", "without knowing of"),
     ("fence_async_shared()", "without a fence"),
     ("meet()", "without knowing of"),
+    ("wait_for_stores(0)", None),
     ("meet()", None),
     ("fence_async_shared()", "without a fence"),
     ("meet()", "without knowing of"),
@@ -138,7 +139,7 @@ def test_whatever_is_left_out_of_the_order_is_found(tmp_path: Path, number: int)
 
     One meeting is not found, that between the sums of groups of rows and their readers: the
     imitation leaves to the compiler what threads store and load, and Triton 3.6 makes the same PTX
-    with it and without.
+    with it and without. Nor is the wait before it, as every chunk has other memory here.
     """
     pytest.importorskip("triton.experimental.gluon")
     from tests.kernels.ordering import module_of
