@@ -55,6 +55,31 @@ def chunk_of(slot, cu_seqlens, ends, S, BS: gl.constexpr, C: gl.constexpr, LANES
 
 
 @gluon.jit
+def begin_chunk(
+    item, decay, places, S_DECAY: gl.constexpr, H: gl.constexpr, BS: gl.constexpr, C: gl.constexpr,
+    R: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Where the chunk of an item is, and logits of its decays, asked for if it is a full one.
+
+    places: cu_seqlens, ends, S and the first slot. Returns what :func:`chunk_of` does, whether the
+    chunk is full, and R tensors [C/R, K].
+    """
+    ROWS: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [C // R, 1], [1, 0])
+    LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+    cu_seqlens, ends, S, first = places
+    i_s, begin, start, count = chunk_of(first + item // H, cu_seqlens, ends, S, BS, C, LANES)
+    full = (count >= C) & (start != begin)
+    o_g = gl.arange(0, C // R, gl.SliceLayout(1, ROWS))[:, None]
+    o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
+    decay += start * S_DECAY + (item % H) * K
+    decay += o_g * (R * S_DECAY) + o_k
+    logits = ()
+    for s in gl.static_range(R):
+        logits = logits + (gl.load(decay + s * S_DECAY, mask=full, other=0.0),)
+    return i_s, begin, start, count, full, logits
+
+
+@gluon.jit
 def load_rows(
     p, p_window, s_tap, o_g, o_k, lowest, count, S_X: gl.constexpr, BEFORE: gl.constexpr,
     R: gl.constexpr, FULL: gl.constexpr,
@@ -179,12 +204,16 @@ def invert(
 
 @gluon.jit
 def one_chunk(
-    x, decay, write, conv, a_log, dt_bias, p_window, wq, kl, gamma, t_wq, t_u, t_scores, m_sums,
-    s_write, s_tap, s_stream, lower_bound, i_h, block, at, lowest, count, S_QKV: gl.constexpr,
-    S_DECAY: gl.constexpr, H: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
-    LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, FULL: gl.constexpr,
+    x, logits, decay, write, conv, a_log, dt_bias, p_window, wq, kl, gamma, t_wq, t_u, t_scores,
+    m_sums, item, all_decays, places, s_write, s_tap, s_stream, lower_bound, i_h, block, at, lowest,
+    count, S_QKV: gl.constexpr, S_DECAY: gl.constexpr, H: gl.constexpr, C: gl.constexpr,
+    R: gl.constexpr, LEVELS: gl.constexpr, K: gl.constexpr, W: gl.constexpr, BS: gl.constexpr,
+    FULL: gl.constexpr,
 ):  # fmt: skip
     """``x``, ``decay`` and ``write`` point to the chunk's first row; see the kernel.
+
+    Begins the next: ``item``, ``all_decays`` and ``places`` are :func:`begin_chunk`'s, and what
+    that returns this does.
 
     No load moves across a barrier or a store, so rows are asked for a step before they are needed.
     All else the assembler orders as it likes, and then 128 registers may not do. So taps are asked
@@ -219,11 +248,9 @@ def one_chunk(
     rate = gl.exp(gl.load(a_log + i_h)) * -1.4426950408889634
     bias = gl.load(dt_bias + (o_g * 0 + o_k)) * rate
     bound = lower_bound * 1.4426950408889634
-    logits = ()
-    for s in gl.static_range(R):
-        if FULL:
-            logits = logits + (gl.load(decay + s * S_DECAY),)
-        else:  # the root of a lowest logit is 0: no decay behind the last token
+    if not FULL:  # the root of a lowest logit is 0: no decay behind the last token
+        logits = ()
+        for s in gl.static_range(R):
             live = o_g * R + s < count
             logits = logits + (gl.load(decay + s * S_DECAY, mask=live, other=float("-inf")),)
     k_rows = load_rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
@@ -324,6 +351,7 @@ def one_chunk(
     solve = invert(mix, m_below, m_half, o_i, o_j, C, LEVELS, OWN)
     solve = solve * m_beta.load(gl.SliceLayout(0, OWN))[None, :] * left[:, None]
     solves = one_by_other((solve * right[None, :]).to(gl.bfloat16), solve.to(gl.bfloat16), C)
+    following = begin_chunk(item, all_decays, places, S_DECAY, H, BS, C, R, K)
     wu = gl.zeros([2 * C, K], gl.float32, SOLVED)
     solves = gl.convert_layout(solves, SOLVES)
     wu = warpgroup_mma(solves, m_rows, wu, use_acc=False, is_async=True)
@@ -339,6 +367,7 @@ def one_chunk(
     begin_store(t_wq, [at * (2 * C), 0], m_w)
     begin_store(t_u, [at * K, 0], m_u)
     begin_store(t_scores, [at * C, 0], m_scores)
+    return following
 
 
 @gluon.jit
@@ -363,34 +392,38 @@ def kda_prepare_hopper_kernel(
         if not ASIDE:
             wait_for_inputs()
         let_next_begin()
-    LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     m_sums = gl.allocate_shared_memory(gl.float32, [C // R, K], FLAT)
+    places = cu_seqlens, ends, S, first
+    begun = begin_chunk(gl.program_id(0), decay, places, S_DECAY, H, BS, C, R, K)
     for item in tl.range(gl.program_id(0), items, gl.num_programs(0), disable_licm=True):
+        i_s, begin, start, count, full, logits = begun
         i_h = item % H
-        slot = first + item // H
-        i_s, begin, start, count = chunk_of(slot, cu_seqlens, ends, S, BS, C, LANES)
-        if count > 0:
-            column = i_h * K
-            at = slot * H + i_h
-            block = at.to(gl.int64)
-            x = qkv + start * S_QKV + column
-            p_decay = decay + start * S_DECAY + column
-            p_write = write + start * s_write + i_h
-            if (count >= C) & (start != begin):
-                one_chunk(
-                    x, p_decay, p_write, conv + column, a_log, dt_bias + column, windows, wq, kl,
-                    gamma, t_wq, t_u, t_scores, m_sums, s_write, s_tap, s_stream, lower_bound, i_h,
-                    block, at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, True,
-                )  # fmt: skip
-            else:
-                p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
-                lowest = gl.where(start != begin, 1 - W, 0)
-                one_chunk(
-                    x, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq, kl,
-                    gamma, t_wq, t_u, t_scores, m_sums, s_write, s_tap, s_stream, lower_bound, i_h,
-                    block, at, lowest, count, S_QKV, S_DECAY, H, C, R, LEVELS, K, W, False,
-                )  # fmt: skip
+        coming = item + gl.num_programs(0)
+        column = i_h * K
+        at = (first + item // H) * H + i_h
+        block = at.to(gl.int64)
+        x = qkv + start * S_QKV + column
+        p_decay = decay + start * S_DECAY + column
+        p_write = write + start * s_write + i_h
+        if full:
+            begun = one_chunk(
+                x, logits, p_decay, p_write, conv + column, a_log, dt_bias + column, windows, wq,
+                kl, gamma, t_wq, t_u, t_scores, m_sums, coming, decay, places, s_write, s_tap,
+                s_stream, lower_bound, i_h, block, at, 1 - W, C, S_QKV, S_DECAY, H, C, R, LEVELS,
+                K, W, BS, True,
+            )  # fmt: skip
+        elif count > 0:
+            p_window = windows + gl.load(cells + i_s * s_cells + i_h) * s_window
+            lowest = gl.where(start != begin, 1 - W, 0)
+            begun = one_chunk(
+                x, logits, p_decay, p_write, conv + column, a_log, dt_bias + column, p_window, wq,
+                kl, gamma, t_wq, t_u, t_scores, m_sums, coming, decay, places, s_write, s_tap,
+                s_stream, lower_bound, i_h, block, at, lowest, count, S_QKV, S_DECAY, H, C, R,
+                LEVELS, K, W, BS, False,
+            )  # fmt: skip
+        else:
+            begun = begin_chunk(coming, decay, places, S_DECAY, H, BS, C, R, K)
     wait_for_stores(0)
     if ASIDE and gl.program_id(0) == gl.num_programs(0) - 1:
         wait_for_inputs()
