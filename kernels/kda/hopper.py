@@ -82,6 +82,9 @@ def hopper_prepare(
 ) -> None:
     """Fill ``chunks``; ``launch`` as in :func:`hopper_walk`."""
     qkv, decay, write = prepare.inputs
+    if decay.stride(0) % 2 or decay.storage_offset() % 2:
+        decay = decay.contiguous()
+    decay = decay.view(torch.int32)  # the kernel carries pairs
     windows, cells, cu_seqlens, ends = prepare.pool
     wq, u, kl, scores, gamma = prepare.chunks
     (sequences, heads), chunk = cells.shape, prepare.chunk

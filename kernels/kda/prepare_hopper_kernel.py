@@ -44,6 +44,17 @@ def narrow(x):
 
 
 @gluon.jit
+def widen_pairs(x, ROWS: gl.constexpr):
+    """Two of bfloat16 in each of int32 [G, K/2], to float32 [G, K]."""
+    low, high = gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    wide = gl.join(low, high).reshape([x.shape[0], 2 * x.shape[1]])
+    return gl.convert_layout(wide, ROWS, assert_trivial=True)
+
+
+@gluon.jit
 def chunk_of(slot, cu_seqlens, ends, S, BS: gl.constexpr, C: gl.constexpr, LANES: gl.constexpr):
     """Of a slot: its sequence, where that and the chunk begin, and rows left, maybe none."""
     o_s = gl.arange(0, BS, LANES)
@@ -62,20 +73,21 @@ def begin_chunk(
     """Where the chunk of an item is, and logits of its decays, asked for if it is a full one.
 
     places: cu_seqlens, ends, S and the first slot. Returns what :func:`chunk_of` does, whether the
-    chunk is full, and R tensors [C/R, K].
+    chunk is full, and R tensors [C/R, K/2]: logits come in pairs, as a loop would carry single ones
+    in a register each.
     """
-    ROWS: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [C // R, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, K // 64], [1, 32], [C // R, 1], [1, 0])
     LANES: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     cu_seqlens, ends, S, first = places
     i_s, begin, start, count = chunk_of(first + item // H, cu_seqlens, ends, S, BS, C, LANES)
     full = (count >= C) & (start != begin)
-    o_g = gl.arange(0, C // R, gl.SliceLayout(1, ROWS))[:, None]
-    o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
-    decay += start * S_DECAY + (item % H) * K
+    o_g = gl.arange(0, C // R, gl.SliceLayout(1, PAIRS))[:, None]
+    o_k = gl.arange(0, K // 2, gl.SliceLayout(0, PAIRS))[None, :]
+    decay += start * S_DECAY + (item % H) * (K // 2)
     decay += o_g * (R * S_DECAY) + o_k
     logits = ()
     for s in gl.static_range(R):
-        logits = logits + (gl.load(decay + s * S_DECAY, mask=full, other=0.0),)
+        logits = logits + (gl.load(decay + s * S_DECAY, mask=full, other=0),)
     return i_s, begin, start, count, full, logits
 
 
@@ -239,7 +251,6 @@ def one_chunk(
     o_g = gl.arange(0, G, gl.SliceLayout(1, ROWS))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
     x += o_g * (R * S_QKV) + o_k
-    decay += o_g * (R * S_DECAY) + o_k
     p_k, w_k = x + H * K, p_window + s_stream
     p_v, w_v = x + 2 * H * K, p_window + 2 * s_stream
     o_gk = o_g * (R * K) + o_k
@@ -249,16 +260,20 @@ def one_chunk(
     bias = gl.load(dt_bias + (o_g * 0 + o_k)) * rate
     bound = lower_bound * 1.4426950408889634
     if not FULL:  # the root of a lowest logit is 0: no decay behind the last token
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, K // 64], [1, 32], [G, 1], [1, 0])
+        o_p = gl.arange(0, G, gl.SliceLayout(1, PAIRS))[:, None]
+        decay += o_p * (R * S_DECAY) + gl.arange(0, K // 2, gl.SliceLayout(0, PAIRS))[None, :]
         logits = ()
         for s in gl.static_range(R):
-            live = o_g * R + s < count
-            logits = logits + (gl.load(decay + s * S_DECAY, mask=live, other=float("-inf")),)
+            live = o_p * R + s < count
+            two = gl.load(decay + s * S_DECAY, mask=live, other=-0x7F0080)  # both minus infinity
+            logits = logits + (two,)
     k_rows = load_rows(p_k, w_k, s_tap, o_g, o_k, lowest, count, S_QKV, W - 1, R, FULL)
     running = gl.zeros([G, K], gl.float32, ROWS)
     rates, bounds = running + rate, running + bound
     totals = ()
     for s in gl.static_range(R):
-        root = gl.fma(widen(logits[s]), rates, bias)
+        root = gl.fma(widen_pairs(logits[s], ROWS), rates, bias)
         root = gl.rsqrt(1.0 + gl.exp2(root))
         running = gl.fma(root, root, running)
         totals = totals + (running,)
@@ -404,7 +419,7 @@ def kda_prepare_hopper_kernel(
         at = (first + item // H) * H + i_h
         block = at.to(gl.int64)
         x = qkv + start * S_QKV + column
-        p_decay = decay + start * S_DECAY + column
+        p_decay = decay + start * S_DECAY + i_h * (K // 2)
         p_write = write + start * s_write + i_h
         if full:
             begun = one_chunk(

@@ -404,6 +404,7 @@ def launch(
             "give_turn": turns.give,
             "fence_async_shared": _fence,
             "widen": lambda x: x.float(),
+            "widen_pairs": lambda x, _layout: x.view(torch.bfloat16).float(),
             "reciprocal": lambda x: 1 / x,
             "rounded_product": torch.mul,
             "warpgroup_mma": _product,
