@@ -76,14 +76,25 @@ def hand_over(
 
 
 @gluon.jit
+def state_at(p, K: gl.constexpr, STATE: gl.constexpr):
+    """Of a side's state [64, K], whose first element ``p`` points to.
+
+    Added one after the other: the sum of both has an address for each of a thread's elements.
+    """
+    p = p + gl.arange(0, 64, gl.SliceLayout(1, STATE))[:, None]
+    return p + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :] * K
+
+
+@gluon.jit
 def copy_out(
-    b_s, states, o_s, depths, snapshots, s_state, depth, i_s, i_h, H, DEPTHS: gl.constexpr
+    b_s, states, depths, snapshots, s_state, depth, i_s, i_h, H, DEPTHS: gl.constexpr,
+    K: gl.constexpr, STATE: gl.constexpr,
 ):  # fmt: skip
     """The state at ``depth`` tokens of a sequence to where it is asked for."""
     for d in gl.static_range(DEPTHS):
         if gl.load(depths + i_s * DEPTHS + d) == depth:
             copy = gl.load(snapshots + (i_s * DEPTHS + d) * H + i_h)
-            gl.store(states + copy * s_state + o_s, b_s)
+            gl.store(state_at(states + copy * s_state, K, STATE), b_s)
 
 
 @gluon.jit
@@ -102,12 +113,11 @@ def walk_state(
     ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_ROWS: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
-    o_v = i_v * BV + SIDE * 64 + gl.arange(0, 64, gl.SliceLayout(1, STATE))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))
-    o_s = o_k[None, :] * K + o_v[:, None]
+    states += i_v * BV + SIDE * 64
     zero = gl.zeros([64, C], gl.float32, ROWS)
     _, length, _ = rows_of(i_s, rows)
-    p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state + o_s
+    p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state
+    p_state = state_at(p_state, K, STATE)
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
@@ -127,9 +137,8 @@ def walk_state(
         o = warpgroup_mma_wait(1, [o])
         hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
         b_s = warpgroup_mma_wait(0, [moved])
-        copy_out(
-            b_s, states, o_s, depths, snapshots, s_state, rows[2] + (c + 1) * C, i_s, i_h, H, DEPTHS
-        )
+        depth = rows[2] + (c + 1) * C
+        copy_out(b_s, states, depths, snapshots, s_state, depth, i_s, i_h, H, DEPTHS, K, STATE)
     gl.store(p_state, b_s)
 
 
@@ -152,13 +161,12 @@ def walk_state_joined(
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_BOTH: gl.constexpr = gl.DotOperandLayout(0, BOTH, 2)
     OF_ROWS: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
-    o_v = i_v * BV + SIDE * 64 + gl.arange(0, 64, gl.SliceLayout(1, STATE))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))
-    o_s = o_k[None, :] * K + o_v[:, None]
+    states += i_v * BV + SIDE * 64
     zero = gl.zeros([64, 2 * C], gl.float32, BOTH)
     nothing = gl.zeros([64, C], gl.float32, ROWS)
     _, length, _ = rows_of(i_s, rows)
-    p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state + o_s
+    p_state = states + gl.load(cells + i_s * s_cells + i_h) * s_state
+    p_state = state_at(p_state, K, STATE)
     b_s = gl.load(p_state)
     for c in range(gl.cdiv(length, C)):
         s = c % STAGES
@@ -180,9 +188,8 @@ def walk_state_joined(
         o = gl.convert_layout(o, ROWS) + inner
         hand_over(o, m_o, told, taken, used, c, SIDE, STAGES, OUTS)
         b_s = warpgroup_mma_wait(0, [moved])
-        copy_out(
-            b_s, states, o_s, depths, snapshots, s_state, rows[2] + (c + 1) * C, i_s, i_h, H, DEPTHS
-        )
+        depth = rows[2] + (c + 1) * C
+        copy_out(b_s, states, depths, snapshots, s_state, depth, i_s, i_h, H, DEPTHS, K, STATE)
     gl.store(p_state, b_s)
 
 
