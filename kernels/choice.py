@@ -276,8 +276,8 @@ SHARED_MEMORY = 227 << 10
 """Bytes that one block of the Triton kernels may ask for; Hopper has as many."""
 
 COMPARED = (3, 6), (3, 9)
-"""The first and the last Triton with which the kernels were compared with their references on a
-device: another one may compile what is right into what is not, and says nothing then."""
+"""The first and the last Triton with which a device has compared the kernels with their references
+(docs/gpu.md): another one may make of what is right what is not, and says nothing then."""
 
 
 def triton_version() -> tuple[int, ...]:

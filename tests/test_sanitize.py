@@ -60,7 +60,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake.write_text(FAKE)
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(sanitize, "ALL", (("triton_check.py", "attn_residual"),))
+    checks = (("triton_check.py", "attn_residual"),)
+    monkeypatch.setattr(sanitize, "CHECKS_OF", dict.fromkeys(("memcheck", "racecheck"), checks))
     monkeypatch.setattr(sanitize, "all_kernels", lambda: ("attn_residual_kernel",))
 
     def started(report: str, tool: str = "memcheck") -> tuple[int, list[dict[str, object]]]:
@@ -101,7 +102,7 @@ def test_a_check_that_does_not_finish_has_no_line(
     start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(sanitize, "ALL", (("triton_check.py", "no such op"),))
+    monkeypatch.setitem(sanitize.CHECKS_OF, "memcheck", (("triton_check.py", "no such op"),))
     assert start("========= ERROR SUMMARY: 0 errors\n") == (1, [])
     said = capsys.readouterr().out
     assert "KeyError: 'no such op'" in said
