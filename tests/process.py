@@ -19,6 +19,6 @@ def run_check(check: Path, *arguments: str, interpret: bool) -> str:
         environment["TRITON_INTERPRET"] = "1"
     # Numbers in the interpreter may overflow where a device's would.
     command = [sys.executable, "-W", "ignore:overflow:RuntimeWarning", str(check), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
