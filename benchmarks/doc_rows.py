@@ -15,7 +15,6 @@ def _prefill(
     shape: str,
     goal: float,
     share: float | None = None,
-    instead: dict[str, str] | None = None,
 ) -> Row:
     return Row(
         label=f"KDA prefill {label}",
@@ -24,7 +23,6 @@ def _prefill(
         against="fla",
         goal=goal,
         share=share,
-        instead=instead or {},
     )
 
 
@@ -52,7 +50,7 @@ _FLASH = "k3vl, HopperFlash(programs={}, turns=False)"
 
 KERNELS = (
     _prefill("T8192 H96", "1 x T8192 H96", 4.0, 0.26),
-    _prefill("T8192 H12", "1 x T8192 H12", 2.0, instead={"101d791": "k3vl, 3/4 aside"}),
+    _prefill("T8192 H12", "1 x T8192 H12", 2.0),
     _prefill("64 x T128 H96", "64 x T128 H96", 2.0),
     Row(
         label="KDA decode B32 H96",

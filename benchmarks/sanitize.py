@@ -3,16 +3,17 @@
     python -m benchmarks.sanitize [--only racecheck] [--program compute-sanitizer]
         [--output benchmarks/results/sanitizer_h200.jsonl]
 
-All kernels under ``memcheck`` and ``racecheck``: one process for each check of tests/kernels and
-tool, all at once. Every tensor has an allocation of its own with room behind it, so that a read
-past its end is outside of everything. A line of results belongs to a kernel and a tool; a kernel
-that no check has launched, and a check that did not finish, have none and are an error.
+All kernels under ``memcheck`` and, but for ``UNSEEN``, ``racecheck``: one process for each check of
+tests/kernels and tool, all at once. Every tensor has an allocation of its own with room behind it,
+so that a read past its end is outside of everything. A line of results belongs to a kernel and a
+tool; a kernel that no check has launched, and a check that did not finish, have none and are an
+error.
 
 ``racecheck`` of Compute Sanitizer 2025.3 does not see all that orders warps: its later versions say
 that they have fewer false reports of mbarriers (2025.4), of the synchronization of warp groups on
 Hopper (2026.1) and of announced bytes (2026.3). The pairs of lines in ``EXPLAINED`` are ordered all
 the same, by what is written there; a line of results counts them as ``explained``, apart from
-errors. That a barrier they rely on is not left out, tests/kernels/test_mla_hopper.py and
+errors. That a barrier of ours is not left out, tests/kernels/test_mla_hopper.py and
 test_mla_turned.py check by taking each of them away. A newer tool can be given by ``--program``.
 """
 
@@ -335,7 +336,7 @@ def lines_of(runs: list[Run], results: list[Result]) -> list[dict[str, Any]]:
 def sanitize(
     *, program: str, tools: Sequence[str], device: str, timeout: float, kernels: tuple[str, ...]
 ) -> tuple[list[Any], bool]:
-    """Lines of results, and whether every kernel has one and all are without errors."""
+    """Lines of results, and whether none is missing and all are without errors."""
     runs = [Run(tool, check, kernels) for tool in tools for check in CHECKS_OF[tool]]
 
     begun = time.monotonic()

@@ -299,7 +299,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
         if not COMPARED[0] <= triton_version() <= COMPARED[1]:
             first, last, found = (".".join(map(str, x)) for x in (*COMPARED, triton_version()))
             return reference_kernels(
-                f"the kernels were compared with Triton {first} to {last}, this is {found}"
+                f"the kernels are known to be right with Triton {first} to {last}, this is {found}"
             )
         properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack the field
         memory = properties.shared_memory_per_block_optin

@@ -35,7 +35,7 @@ _joined: ContextVar[bool] = ContextVar("joined", default=False)
 
 
 def begins_early(tensor: torch.Tensor) -> bool:
-    """Whether a launch over a tensor may begin early: on CUDA, outside :func:`after_all`."""
+    """Whether a launch over a tensor may begin early: not on a CPU, not in :func:`after_all`."""
     return tensor.device.type != "cpu" and not _joined.get()
 
 

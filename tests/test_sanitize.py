@@ -232,3 +232,4 @@ def test_kernels_are_found_in_the_source() -> None:
     found = all_kernels()
     assert {"mla_decode_sides_kernel", "flash_kernel", "pixel_kernel"} < set(found)
     assert len(found) >= 20
+    assert set().union(*sanitize.UNSEEN.values()) < set(found)

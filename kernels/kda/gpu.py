@@ -37,8 +37,8 @@ CHUNK = 32
 _FEW_HEADS = 16
 """Up to here three quarters of a long sequence are prepared beside the walk; 12 heads are measured.
 
-270 us instead of 299 (T8192); with 96 heads, whose walk has 96 of 132 multiprocessors, an eighth
-gains 4 of 979.
+270 us instead of 299 when it was tried (T8192, 101d791), but 298 as it is now, and why is open;
+with 96 heads, whose walk has 96 of 132 multiprocessors, an eighth gained 4 of 979.
 """
 _LONG = 64
 """Chunks of a sequence that is long; where few heads begin to gain has not been measured."""

@@ -188,7 +188,8 @@ def one_chunk(
     No load moves across a barrier or a store, so rows are asked for a step before they are needed.
     All else the assembler orders as it likes, and then 128 registers may not do. So taps are asked
     for behind a store, lest rows are convolved before there is room for what that makes of them;
-    and memory is there from the beginning, as what has been another's costs a barrier.
+    and rooms of rows and sums are there before the first meeting, as one that has been another's
+    costs a barrier.
     """
     G: gl.constexpr = C // R
     ROWS: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [G, 1], [1, 0])

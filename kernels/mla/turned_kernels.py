@@ -83,7 +83,10 @@ def refer(_notes, s, scale):
 
 @gluon.jit
 def weigh(_room, _notes, s, scale):
-    """Write probabilities; note if a score exceeds its reference by too much."""
+    """Write probabilities; note if a score exceeds its reference by too much.
+
+    In a line with its operands, by which ``benchmarks/sanitize.py`` knows it.
+    """
     gl.inline_asm_elementwise(WEIGH, SOFTMAX_TYPES, [s[0], s[1], s[2], scale],
                               dtype=gl.int32, is_pure=False, pack=8)  # fmt: skip
 

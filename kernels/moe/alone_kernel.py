@@ -25,11 +25,11 @@ from k3vl.kernels.moe.few_kernel import (
     STAY,
     WAIT,
     _control,
-    _decoded,
     _neighbours,
     _threads,
 )
 from k3vl.kernels.moe.mxfp4 import TILE_ROWS
+from k3vl.kernels.moe.words_kernel import decoded
 from k3vl.kernels.situ.glu_kernel import activated
 
 TILE = gl.constexpr(TILE_ROWS)
@@ -67,7 +67,7 @@ def _sixteen_rows(*, split: bool) -> str:
 
 def _codes(word: str, field: int, to: str) -> list[str]:
     """A pair of columns of a stored word, times 2^-126."""
-    *lines, last, _times_scale = _decoded(word, field, "", "")
+    *lines, last, _times_scale = decoded(word, field, "", "")
     return [*lines, last.replace(" m,", f" {to},", 1)]
 
 

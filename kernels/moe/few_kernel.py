@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from k3vl.kernels.moe.mxfp4 import TILE_ROWS
+from k3vl.kernels.moe.words_kernel import decoded
 from k3vl.kernels.situ.glu_kernel import activated
 
 TILE = gl.constexpr(TILE_ROWS)
@@ -78,24 +79,8 @@ def _decoded_step(i: int, rows: int, step: int, *, split: bool) -> list[str]:
         for below in range(2):
             given = f"${(A, B)[rows] + 4 * below + word}"
             to = f"a{4 * step + 2 * half + below}"
-            lines += _decoded(given, field, f"f{2 * rows + below}", to)
+            lines += decoded(given, field, f"f{2 * rows + below}", to)
     return lines
-
-
-def _decoded(word: str, field: int, factor: str, to: str) -> list[str]:
-    """A pair of columns of a stored word, times their scale; ``mxfp4.py`` has the bits."""
-    if field == 3:
-        lines = [
-            f"shr.b32 m, {word}, 4;",
-            "and.b32 m, m, 0x00C000C0;",
-            f"shr.b32 s, {word}, 5;",
-            "lop3.b32 m, s, 0x01000100, m, 0xEA;",
-            f"shl.b32 s, {word}, 1;",
-            "lop3.b32 m, s, 0x80008000, m, 0xEA;",
-        ]
-    else:
-        lines = [f"shl.b32 m, {word}, {3 * field};", "and.b32 m, m, 0x81C081C0;"]
-    return [*lines, f"mul.rn.bf16x2 {to}, m, {factor};"]
 
 
 PRODUCT = gl.constexpr(_product(split=False))

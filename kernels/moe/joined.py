@@ -10,6 +10,7 @@ import torch
 
 from k3vl.errors import ShapeError
 from k3vl.kernels.moe.joined_kernel import down_joined_kernel, gate_up_joined_kernel
+from k3vl.kernels.moe.words_kernel import by_machine_code
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def joined_products(
     split = x.view(-1, latent // _STEP_COLUMNS, 16, 8).transpose(2, 3).contiguous()
     hidden = x.new_empty(pairs, inner)
     outputs = x.new_empty(pairs, latent)
-    packed = x.dtype == torch.bfloat16 and x.device.type != "cpu"
+    packed = by_machine_code(x)
     mean = pairs / stored.count
     for width, tiles in plan.tiles.items():
         most = programs if _in_turn(width, mean) else None
@@ -168,7 +169,7 @@ def _copies(rows: int, warps: int) -> int:
 
 
 def shared_bytes(rows: int, warps: int, stages: int, width: int) -> int:
-    """What a block takes, as Triton 3.6 compiles it.
+    """What a block takes, as Triton compiles it (``compile_check.py``).
 
     Tokens of ``stages`` steps, which the tensor cores read there, and one step less of weights and
     scales, which are read into registers first.

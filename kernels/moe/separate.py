@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 
 from k3vl.kernels.moe.experts_kernel import down_mxfp4_kernel, gate_up_mxfp4_kernel
 from k3vl.kernels.moe.mxfp4 import tile_rows
 from k3vl.kernels.moe.plan import FULL
+from k3vl.kernels.moe.words_kernel import by_machine_code
 from k3vl.kernels.situ import SituGLU, caps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from k3vl.kernels.moe.mxfp4 import Mxfp4Experts
     from k3vl.kernels.moe.plan import ExpertPlan
@@ -101,7 +103,7 @@ def separate_gate_up(
         gate_up_mxfp4_kernel[(grid, tiles.expert.numel())](
             split, stored.w13, stored.w13_scale, *plan.lists(width), hidden, top_k,
             *caps(activation), WIDTH=latent, INNER=inner, SITU=isinstance(activation, SituGLU),
-            PACKED=_packed(x), **shape,
+            PACKED=by_machine_code(x), **shape,
         )  # fmt: skip
 
 
@@ -118,13 +120,8 @@ def separate_down(
         grid, shape = _packed_shape(shapes[width], width, latent, inner)
         down_mxfp4_kernel[(grid, tiles.expert.numel())](
             hidden, stored.w2, stored.w2_scale, *plan.lists(width), outputs,
-            INNER=inner, WIDTH=latent, PACKED=_packed(hidden), **shape,
+            INNER=inner, WIDTH=latent, PACKED=by_machine_code(hidden), **shape,
         )  # fmt: skip
-
-
-def _packed(x: torch.Tensor) -> bool:
-    """Whether codes are decoded by machine code."""
-    return x.dtype == torch.bfloat16 and x.device.type != "cpu"
 
 
 def _packed_shape(

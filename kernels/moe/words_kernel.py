@@ -7,27 +7,41 @@ is given: Triton says in which order threads hold elements, and says otherwise i
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+import torch
 import triton
 import triton.language as tl
 
 
-def _decoder(n: int) -> str:
-    """Machine code: the n-th code of either half of a word times a factor, as two of bfloat16.
+def decoded(word: str, field: int, factor: str, to: str) -> list[str]:
+    """Machine code: a code of either half of a word times a factor, as two of bfloat16.
 
-    A code's three magnitude bits, put at the border of bfloat16's exponent and fraction, are the
-    magnitude times 2^-126, subnormals included; the factor 2^126 is part of the other operand.
+    Registers by name; it uses ``m`` and ``s``. A code's three magnitude bits, put at the border of
+    bfloat16's exponent and fraction, are the magnitude times 2^-126, subnormals included; the
+    factor 2^126 is part of the other operand.
     """
-    if n < 3:
-        taken = f"shl.b32 m, $1, {3 * n}; and.b32 m, m, 0x81C081C0;"
+    if field == 3:
+        lines = [
+            f"shr.b32 m, {word}, 4;",
+            "and.b32 m, m, 0x00C000C0;",
+            f"shr.b32 s, {word}, 5;",
+            "lop3.b32 m, s, 0x01000100, m, 0xEA;",
+            f"shl.b32 s, {word}, 1;",
+            "lop3.b32 m, s, 0x80008000, m, 0xEA;",
+        ]
     else:
-        taken = """shr.b32 m, $1, 4; and.b32 m, m, 0x00C000C0;
-            shr.b32 s, $1, 5; lop3.b32 m, s, 0x01000100, m, 0xEA;
-            shl.b32 s, $1, 1; lop3.b32 m, s, 0x80008000, m, 0xEA;"""
-    return f"{{ .reg .b32 m, s; {taken} mul.rn.bf16x2 $0, m, $2; }}"
+        lines = [f"shl.b32 m, {word}, {3 * field};", "and.b32 m, m, 0x81C081C0;"]
+    return [*lines, f"mul.rn.bf16x2 {to}, m, {factor};"]
 
 
-DECODE = tuple(map(_decoder, range(4)))
-FIRST, SECOND, THIRD, FOURTH = map(tl.constexpr, DECODE)
+FIRST, SECOND, THIRD, FOURTH = (
+    tl.constexpr("\n".join(["{ .reg .b32 m, s;", *decoded("$1", n, "$2", "$0"), "}"]))
+    for n in range(4)
+)
+
+
+def by_machine_code(x: torch.Tensor) -> bool:
+    """Whether weights for these tokens are decoded so: bfloat16, and Triton compiles."""
+    return x.dtype == torch.bfloat16 and x.device.type != "cpu"
 
 
 @triton.jit

@@ -56,7 +56,7 @@ class VisionBlockGPU:
 
     def _up(self, normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The inner activations; GELU of the product before it is rounded."""
-        if normed.is_cuda:  # on a CPU torch's is the exact GELU
+        if normed.device.type != "cpu":  # on a CPU torch's is the exact GELU
             key = weight.shape[0], weight.dtype, weight.device
             if (bias := self._zeros.get(key)) is None:  # the product has GELU behind a bias only
                 bias = self._zeros[key] = torch.zeros(key[0], dtype=key[1], device=key[2])

@@ -34,7 +34,7 @@ from k3vl.kernels.moe.gpu import (
 from k3vl.kernels.moe.joined import SHAPES, can_join, joined_products
 from k3vl.kernels.moe.joined_kernel import byte_choices, decoded_step
 from k3vl.kernels.moe.latent import MoEWeights
-from k3vl.kernels.moe.mxfp4 import Mxfp4Experts, prepare_experts
+from k3vl.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Experts, prepare_experts
 from k3vl.kernels.moe.plan import EIGHT, FINE_WIDTHS, ExpertPlan, plan_experts
 from k3vl.kernels.moe.separate import separate_products
 from k3vl.kernels.recording import GraphRunner
@@ -359,13 +359,15 @@ def check_alone(recorded: bool) -> None:
 
 
 @triton.jit
-def decoding_kernel(w, scale, out, WORDS: tl.constexpr, COPIES: tl.constexpr, JOINED: tl.constexpr):
+def decoding_kernel(
+    w, scale, first, out, WORDS: tl.constexpr, COPIES: tl.constexpr, JOINED: tl.constexpr
+):
     """64 rows by machine code, as the joined products decode them, or as the separate ones."""
     o_m, o_c, o_w = tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, 32)
     for k in tl.static_range(0, WORDS, 16 if JOINED else 32):
         to = out + o_m[:, None] * (8 * WORDS) + k * 8
         if JOINED:
-            choices = byte_choices(scale, 0)
+            choices = byte_choices(scale, tl.load(first))
             v = decoded_step(w, scale, o_m, choices, k, WORDS, 64, COPIES, True, tl.bfloat16)
             tl.store(to + (o_c % 16 * 8 + o_c // 16)[None, :], v)
         else:
@@ -378,13 +380,18 @@ def decoding_kernel(w, scale, out, WORDS: tl.constexpr, COPIES: tl.constexpr, JO
 def check_decoding() -> None:
     """What the products decode by machine code, on a CPU too, where they do it without."""
     packed = stored(1, 64, 256)
+    codes = torch.randint(0, 256, (64, 128), dtype=torch.uint8, device=DEVICE)
+    scales = torch.randint(0, LARGEST_SCALE + 1, (64, 8), dtype=torch.uint8, device=DEVICE)
+    scales[0], scales[1] = 0, LARGEST_SCALE
+    packed.put(0, "down", codes, scales)
     if not ON_GPU:
         interpret_machine_code()
-    want = packed.down(0, torch.float32)
+    want = packed.down(0, torch.bfloat16)
+    first = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for joined, copies in ((True, 1), (True, 2), (False, 0)):
         scale = packed.w2_scale.view(torch.int32) if joined else packed.w2_scale
-        out = torch.zeros(64, 256, device=DEVICE)
-        decoding_kernel[(1,)](packed.w2, scale, out, 32, copies, joined)
+        out = torch.zeros(64, 256, dtype=torch.bfloat16, device=DEVICE)
+        decoding_kernel[(1,)](packed.w2, scale, first, out, 32, copies, joined)
         assert torch.equal(out, want), "machine code decodes something else"
 
 

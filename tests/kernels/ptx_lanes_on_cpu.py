@@ -24,7 +24,6 @@ def run_ptx(code: str, operands: dict[int, Register]) -> dict[str, Register]:
     """All registers after ``code``; operands by number. Threads are those of whole warps."""
     registers = {f"${n}": value for n, value in operands.items()}
     threads = torch.arange(len(next(iter(operands.values()))))
-    registers["%laneid"] = threads % 32
 
     def value(text: str) -> Register:
         if text in registers:
@@ -122,7 +121,6 @@ def _lookup(a: Register, b: Register, c: Register, table: Register) -> Register:
 
 
 OPERATIONS: dict[str, Callable[..., Register]] = {
-    "mov.u32": lambda a: a,
     "shl.b32": lambda a, by: a << by,
     "shr.b32": lambda a, by: a >> by,
     "and.b32": lambda a, b: a & b,

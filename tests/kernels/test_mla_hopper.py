@@ -175,23 +175,15 @@ def test_which_kernel_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "runs"),
-    [
-        ((9, 0), "3.6.0", True),
-        ((9, 0), "3.10.1+git", True),
-        ((9, 0), "3.5.1", False),
-        ((10, 0), "3.6.0", False),
-        ((8, 0), "3.6.0", False),
-    ],
+    ("capability", "runs"), [((9, 0), True), ((10, 0), False), ((8, 0), False)]
 )
 def test_where_the_kernel_runs(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, *, runs: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, runs: bool
 ) -> None:
     pytest.importorskip("triton")
     from k3vl.kernels import hopper
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(hopper.triton, "__version__", version)
     ask = hopper.hopper_runs.__wrapped__
     assert ask(torch.device("cuda", 0)) is runs
     assert not ask(torch.device("cpu"))

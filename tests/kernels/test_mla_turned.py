@@ -70,6 +70,7 @@ class Machine:
         from tests.kernels.gluon_on_cpu import Shared
 
         begin, count = int(first + at), rows * columns // 2048
+        assert begin % count == 0, "where the kernel's division leaves a rest"
         part, cells = room.tensor[begin:][:count], room.cells[begin:][:count]
         if (rows, columns) == Tile.shape:
             return Shared(Tile(part), cells)
