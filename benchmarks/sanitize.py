@@ -338,7 +338,6 @@ def sanitize(
 ) -> tuple[list[Any], bool]:
     """Lines of results, and whether none is missing and all are without errors."""
     runs = [Run(tool, check, kernels) for tool in tools for check in CHECKS_OF[tool]]
-
     begun = time.monotonic()
 
     def one(numbered: tuple[int, Run]) -> Result:

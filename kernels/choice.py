@@ -296,8 +296,9 @@ def choose(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
         if find_spec("triton") is None:
             return reference_kernels("triton, which compiles the kernels for GPUs, is missing")
-        if not COMPARED[0] <= triton_version() <= COMPARED[1]:
-            first, last, found = (".".join(map(str, x)) for x in (*COMPARED, triton_version()))
+        version = triton_version()
+        if not COMPARED[0] <= version <= COMPARED[1]:
+            first, last, found = (".".join(map(str, x)) for x in (*COMPARED, version))
             return reference_kernels(
                 f"the kernels are known to be right with Triton {first} to {last}, this is {found}"
             )

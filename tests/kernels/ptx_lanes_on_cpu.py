@@ -47,10 +47,10 @@ def run_ptx(code: str, operands: dict[int, Register]) -> dict[str, Register]:
 
 
 def interpret_machine_code() -> None:
-    """Have Triton's interpreter run machine code that makes each number of the same ones elsewhere.
+    """Have Triton's interpreter run machine code, which it refuses by itself.
 
-    It says itself that it does not. Only code of one element and one result at a time is taken: all
-    other depends on which elements a thread has, of which an interpreter knows nothing.
+    Only code of one element and one result at a time is taken: all other depends on which elements
+    a thread has, of which an interpreter knows nothing.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
